@@ -1,0 +1,52 @@
+"""Generation engines: one prompt group in, its completions out, weights replaced in between.
+
+In: `PromptGroup` and `WeightState`. Out: `Completion`s whose tokens carry the logprobs of the
+distribution they were drawn from and the weight version that drew them. An engine never labels a
+token by the clock, and never serves weights under a label that is not theirs.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pipeline.messages import Completion, PromptGroup
+from pipeline.weights import WeightState
+
+
+class GenerationEngine(Protocol):
+    """What a generator needs of an engine.
+
+    All coroutines are called from one event loop; heavy work belongs in a thread or process of
+    the engine's own. `generate` is called concurrently for many groups.
+    """
+
+    @property
+    def weight_version(self) -> int | None:
+        """Version that is being served; None until the first `apply_weights`."""
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that are decoded at once."""
+
+    @property
+    def num_tokens_generated(self) -> int:
+        """Tokens sampled since the start; never falls. A watchdog reads it as progress."""
+
+    async def start(self) -> None:
+        """Load the model. Raises ModelError."""
+
+    async def generate(self, prompt: PromptGroup) -> tuple[Completion, ...]:
+        """`prompt.sampling.group_size` completions. Cancelling it frees the sequences.
+
+        Raises EngineError when this group failed and others may go on.
+        """
+
+    async def apply_weights(self, state: WeightState) -> float:
+        """Replace the weights between two decode steps; sequences in flight go on.
+
+        Returns the seconds that generation stood still. On WeightError the old version goes on
+        serving under its own label.
+        """
+
+    async def close(self) -> None:
+        """Stop and free everything. Safe to call twice."""

@@ -1,0 +1,81 @@
+"""Everything rollstream raises on purpose.
+
+    RollstreamError                     exit 1
+    +-- UsageError                      exit 2: the user can mend it
+    |   +-- ConfigError                 a setting: names key, value and the way out
+    |   +-- DataError                   a data file: names file, row and the way out
+    |   +-- ModelError                  a model directory or tokenizer
+    |   +-- RewardLoadError             a reward path that cannot be imported or called
+    |   +-- RunConflictError            the run on the server is not the run that was asked for
+    +-- ServiceUnavailableError         exit 3: Redis or the weight channel cannot be reached
+    +-- DrainTimeoutError               exit 4: work in flight did not end in time
+    +-- RunStalledError                 exit 1: the run cannot go on and says why
+    +-- MessageError                    a payload that does not validate; goes to dead_letters
+    +-- WeightError                     weights that fail verification; the old version goes on serving
+    +-- EngineError                     a generation engine failed on one group
+
+To add one: derive it from the closest class here, give it the message in full sentences (what is
+wrong, the value, the way out), and add it to the tree above.
+"""
+
+from __future__ import annotations
+
+
+class RollstreamError(Exception):
+    """Base of everything raised on purpose. `exit_code` is what a process ends with."""
+
+    exit_code = 1
+
+
+class UsageError(RollstreamError):
+    """The user can mend this; the message says how."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """A setting is unknown, of the wrong type or impossible."""
+
+
+class DataError(UsageError):
+    """A data file is missing, broken or lacks a column."""
+
+
+class ModelError(UsageError):
+    """A model directory has no weights, no tokenizer or an architecture that cannot be used."""
+
+
+class RewardLoadError(UsageError):
+    """A reward function cannot be found or has the wrong shape."""
+
+
+class RunConflictError(UsageError):
+    """The run on the server differs from the one asked for."""
+
+
+class ServiceUnavailableError(RollstreamError):
+    """A service that is needed cannot be reached."""
+
+    exit_code = 3
+
+
+class DrainTimeoutError(RollstreamError):
+    """Work in flight did not end before the drain time-out."""
+
+    exit_code = 4
+
+
+class RunStalledError(RollstreamError):
+    """The run cannot make progress, and the message says why."""
+
+
+class MessageError(RollstreamError):
+    """A payload does not validate. Its group goes to dead_letters with this message."""
+
+
+class WeightError(RollstreamError):
+    """Weights are not what their manifest says, or do not fit the model."""
+
+
+class EngineError(RollstreamError):
+    """A generation engine could not complete a group."""

@@ -1,0 +1,93 @@
+"""Every name that rollstream uses in Redis.
+
+In: the name of a run. Out: the keys of that run. Nothing outside the run's prefix is ever
+touched, and no other module spells a key. The braces make all keys of a run share one slot of a
+Redis Cluster, which Lua scripts need.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pipeline.errors import ConfigError
+
+CONSUMER_GROUP = "rollstream"
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class Stream(StrEnum):
+    """The three queues that a group passes, in order of flow."""
+
+    PROMPTS = "prompts"
+    ROLLOUTS = "rollouts"
+    SCORED = "scored"
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Keys of one run.
+
+    run: name of the run, letters, digits, dot, dash and underscore.
+    """
+
+    run: str
+
+    def __post_init__(self) -> None:
+        if not _RUN_NAME.fullmatch(self.run):
+            raise ConfigError(
+                f"run.name = {self.run!r}: use 1 to 100 letters, digits, '.', '-' or '_', starting with a letter or digit"
+            )
+
+    def _key(self, name: str) -> str:
+        return f"{{{self.run}}}:{name}"
+
+    def stream(self, stream: Stream) -> str:
+        """Stream of groups waiting for a stage."""
+        return self._key(stream.value)
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """The three queues in order of flow."""
+        return tuple(self.stream(stream) for stream in Stream)
+
+    @property
+    def dead_letters(self) -> str:
+        """Stream of groups that no one can process, with the reason."""
+        return self._key("dead_letters")
+
+    @property
+    def ledger(self) -> str:
+        """Hash of counters: fed, trained, dropped:<reason>, dead, and the evaluation ones."""
+        return self._key("ledger")
+
+    @property
+    def uncommitted(self) -> str:
+        """Hash group id -> prompt payload: trained into weights that no checkpoint holds yet."""
+        return self._key("uncommitted")
+
+    @property
+    def meta(self) -> str:
+        """Hash: run id, resolved configuration, weight version, addresses of the weight publisher."""
+        return self._key("meta")
+
+    @property
+    def control(self) -> str:
+        """Hash of requests from people: paused, stop, drain:<role or worker>."""
+        return self._key("control")
+
+    @property
+    def workers(self) -> str:
+        """Hash worker id -> what it last said of itself (JSON)."""
+        return self._key("workers")
+
+    @property
+    def trainer_lock(self) -> str:
+        """Held by the one trainer of the run; expires."""
+        return self._key("trainer_lock")
+
+    @property
+    def pattern(self) -> str:
+        """Glob that matches the run's keys and nothing else."""
+        return self._key("*")

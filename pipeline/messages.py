@@ -1,0 +1,183 @@
+"""What travels through the streams: prompt groups, rollout groups, scored groups.
+
+In: what the feeder, generators and scorers know. Out: frozen carriers that the next stage reads.
+They hold no behaviour beyond derived views; `pipeline.wire` turns them into bytes and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+SCHEMA_VERSION = 1
+
+TokenIds: TypeAlias = npt.NDArray[np.uint32]
+Floats: TypeAlias = npt.NDArray[np.float32]
+Mask: TypeAlias = npt.NDArray[np.uint8]
+Prompt: TypeAlias = str | list[dict[str, str]]
+Json: TypeAlias = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class Outcome(StrEnum):
+    """What became of one reward function on one completion."""
+
+    OK = "ok"
+    NONE = "none"
+    ERROR = "error"
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one group is sampled.
+
+    group_size: completions. temperature: 0 is greedy. top_k: 0 is off. max_tokens: per completion.
+    seed: base; completion i of group g uses a seed made of (seed, group ordinal, i).
+    keep_sampling_mask: whether the ids that survived top-p and top-k are to be returned.
+    """
+
+    group_size: int
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+    keep_sampling_mask: bool = False
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens cannot be drawn."""
+        return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PromptGroup:
+    """One prompt on its way to be completed `sampling.group_size` times.
+
+    group_id: unique in the run. ordinal: position in the feeding order, from 0.
+    dataset_index: row. epoch: pass over the data, from 0. prompt: as in the data set, for rewards.
+    prompt_token_ids: [P], chat template applied. columns: the row's other columns.
+    fed_version: trainer's weight version when fed. min_version: generate with this or newer.
+    is_evaluation: reported, never trained on. hops: station -> Unix seconds.
+    """
+
+    group_id: str
+    ordinal: int
+    dataset_index: int
+    epoch: int
+    prompt: Prompt
+    prompt_token_ids: TokenIds
+    columns: Mapping[str, Json]
+    sampling: SamplingParams
+    fed_version: int
+    min_version: int
+    is_evaluation: bool = False
+    hops: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """Tokens from `first_token` on (up to the next span) were sampled by `weight_version`."""
+
+    weight_version: int
+    first_token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SamplingMask:
+    """Which ids could be drawn at each token, for replay in the trainer.
+
+    kept_ids: [sum(num_kept)], the ids of token 0, then of token 1, ... num_kept: [T].
+    """
+
+    kept_ids: TokenIds
+    num_kept: TokenIds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Completion:
+    """One sampled completion.
+
+    token_ids: [T]. generator_logprobs: [T], of the distribution really sampled from.
+    loss_mask: [T], 1 where the policy wrote the token. spans: cover all T tokens, in order.
+    text: decoded, without special tokens. sampling_mask: only where asked for.
+    """
+
+    token_ids: TokenIds
+    generator_logprobs: Floats
+    loss_mask: Mask
+    spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    text: str
+    sampling_mask: SamplingMask | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def token_versions(self) -> npt.NDArray[np.int64]:
+        """Weight version of every token, [T]."""
+        starts = [span.first_token for span in self.spans] + [len(self.token_ids)]
+        return np.repeat(
+            np.array([span.weight_version for span in self.spans], dtype=np.int64), np.diff(np.array(starts))
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RolloutGroup:
+    """A prompt and its completions. generator: worker id."""
+
+    prompt: PromptGroup
+    completions: tuple[Completion, ...]
+    generator: str
+    hops: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardResult:
+    """One reward function on one completion. value: None unless outcome is OK."""
+
+    name: str
+    value: float | None
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Score:
+    """Rewards of one completion.
+
+    reward: weighted sum, None where no function applied. parts: each function's own value.
+    token_rewards: [T] or None. teacher_logprobs: [T] or None.
+    """
+
+    reward: float | None
+    parts: tuple[RewardResult, ...] = ()
+    token_rewards: Floats | None = None
+    teacher_logprobs: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoredGroup:
+    """A rollout and one score for each completion. scorer: worker id."""
+
+    rollout: RolloutGroup
+    scores: tuple[Score, ...]
+    scorer: str
+    hops: Mapping[str, float] = field(default_factory=dict)
+
+
+Message: TypeAlias = PromptGroup | RolloutGroup | ScoredGroup
+AnyMessage = TypeVar("AnyMessage", PromptGroup, RolloutGroup, ScoredGroup)

@@ -1,0 +1,394 @@
+"""Carriers as bytes, and bytes as carriers that can be trusted.
+
+In: the carriers of `pipeline.messages`. Out: msgpack with arrays packed little-endian. A group
+that moves on keeps the bytes of the hop before it, so that nothing is encoded twice. Reading
+validates everything a later stage relies on; what fails raises `MessageError`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.errors import MessageError
+from pipeline.messages import (
+    SCHEMA_VERSION,
+    AnyMessage,
+    Completion,
+    FinishReason,
+    Json,
+    Message,
+    Outcome,
+    PromptGroup,
+    RewardResult,
+    RolloutGroup,
+    SamplingMask,
+    SamplingParams,
+    Score,
+    ScoredGroup,
+    VersionSpan,
+)
+
+_Fields = Mapping[str, Any]
+_Item = TypeVar("_Item")
+_U32, _F32, _U8 = np.dtype("<u4"), np.dtype("<f4"), np.dtype("u1")
+_KINDS: dict[type[Message], str] = {PromptGroup: "prompt", RolloutGroup: "rollout", ScoredGroup: "scored"}
+
+
+def encode(message: Message) -> bytes:
+    """Bytes of a message; `decode` gives the message back."""
+    return _pack({"schema": SCHEMA_VERSION, "kind": _KINDS[type(message)], "body": _body(message)})
+
+
+def decode(payload: bytes, expected: type[AnyMessage], *, max_bytes: int = 1 << 28) -> AnyMessage:
+    """The message in `payload`, validated.
+
+    Raises MessageError: too large, not msgpack, another schema version or kind, or fields that
+    contradict each other.
+    """
+    if len(payload) > max_bytes:
+        raise MessageError(f"payload of {len(payload)} bytes exceeds queues.max_payload_bytes = {max_bytes}")
+    envelope = _unpack(payload)
+    schema = envelope.get("schema")
+    if schema != SCHEMA_VERSION:
+        raise MessageError(f"schema version {schema!r}, this worker reads {SCHEMA_VERSION}")
+    if envelope.get("kind") != _KINDS[expected]:
+        raise MessageError(f"kind {envelope.get('kind')!r}, expected {_KINDS[expected]!r}")
+    return cast(AnyMessage, _checked(_READERS[expected], envelope.get("body"), max_bytes))
+
+
+def _pack(value: object) -> bytes:
+    return cast(bytes, msgpack.packb(value, use_bin_type=True))
+
+
+def _unpack(payload: bytes) -> _Fields:
+    try:
+        value = msgpack.unpackb(payload, raw=False, strict_map_key=True)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise MessageError(f"not msgpack: {type(error).__name__}: {error}") from error
+    if not isinstance(value, dict):
+        raise MessageError(f"expected a map, got {type(value).__name__}")
+    return value
+
+
+def _checked(reader: Callable[[_Fields, int], Message], body: object, max_bytes: int) -> Message:
+    if not isinstance(body, dict):
+        raise MessageError(f"body is {type(body).__name__}, expected a map")
+    try:
+        return reader(body, max_bytes)
+    except KeyError as error:
+        raise MessageError(f"field {error} is missing") from error
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise MessageError(f"field of the wrong type: {error}") from error
+
+
+# Writing
+
+
+def _body(message: Message) -> dict[str, Any]:
+    match message:
+        case PromptGroup():
+            return _prompt_body(message)
+        case RolloutGroup():
+            return {
+                "prompt": encode(message.prompt),
+                "completions": [_completion_body(completion) for completion in message.completions],
+                "generator": message.generator,
+                "hops": dict(message.hops),
+            }
+        case ScoredGroup():
+            return {
+                "rollout": encode(message.rollout),
+                "scores": [_score_body(score) for score in message.scores],
+                "scorer": message.scorer,
+                "hops": dict(message.hops),
+            }
+
+
+def _prompt_body(group: PromptGroup) -> dict[str, Any]:
+    sampling = group.sampling
+    return {
+        "group_id": group.group_id,
+        "ordinal": group.ordinal,
+        "dataset_index": group.dataset_index,
+        "epoch": group.epoch,
+        "prompt": group.prompt,
+        "prompt_token_ids": _bytes_of(group.prompt_token_ids, _U32),
+        "columns": dict(group.columns),
+        "sampling": {
+            "group_size": sampling.group_size,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "stop": list(sampling.stop),
+            "seed": sampling.seed,
+            "keep_sampling_mask": sampling.keep_sampling_mask,
+        },
+        "fed_version": group.fed_version,
+        "min_version": group.min_version,
+        "is_evaluation": group.is_evaluation,
+        "hops": dict(group.hops),
+    }
+
+
+def _completion_body(completion: Completion) -> dict[str, Any]:
+    mask = completion.sampling_mask
+    return {
+        "token_ids": _bytes_of(completion.token_ids, _U32),
+        "generator_logprobs": _bytes_of(completion.generator_logprobs, _F32),
+        "loss_mask": _bytes_of(completion.loss_mask, _U8),
+        "spans": [[span.weight_version, span.first_token] for span in completion.spans],
+        "finish_reason": completion.finish_reason.value,
+        "text": completion.text,
+        "sampling_mask": mask and [_bytes_of(mask.kept_ids, _U32), _bytes_of(mask.num_kept, _U32)],
+    }
+
+
+def _score_body(score: Score) -> dict[str, Any]:
+    return {
+        "reward": score.reward,
+        "parts": [[part.name, part.value, part.outcome.value] for part in score.parts],
+        "token_rewards": _optional_bytes_of(score.token_rewards),
+        "teacher_logprobs": _optional_bytes_of(score.teacher_logprobs),
+    }
+
+
+def _bytes_of(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> bytes:
+    return np.ascontiguousarray(array, dtype=dtype).tobytes()
+
+
+def _optional_bytes_of(array: npt.NDArray[np.float32] | None) -> bytes | None:
+    return None if array is None else _bytes_of(array, _F32)
+
+
+# Reading
+
+
+def _require(condition: bool, problem: str) -> None:
+    if not condition:
+        raise MessageError(problem)
+
+
+def _typed(value: object, kind: type[_Item], name: str) -> _Item:
+    is_bool_for_number = isinstance(value, bool) and kind is not bool
+    _require(
+        isinstance(value, kind) and not is_bool_for_number,
+        f"{name} is {type(value).__name__}, expected {kind.__name__}",
+    )
+    return cast(_Item, value)
+
+
+def _natural(fields: _Fields, name: str) -> int:
+    value = _typed(fields[name], int, name)
+    _require(0 <= value < 1 << 63, f"{name} = {value} is out of range")
+    return value
+
+
+def _number(value: object, name: str) -> float:
+    _require(
+        isinstance(value, int | float) and not isinstance(value, bool),
+        f"{name} is {type(value).__name__}, expected a number",
+    )
+    number = float(cast(float, value))
+    _require(math.isfinite(number), f"{name} = {number} is not finite")
+    return number
+
+
+def _list(fields: _Fields, name: str) -> list[Any]:
+    return _typed(fields[name], list, name)
+
+
+def _array(value: object, dtype: np.dtype[Any], name: str) -> npt.NDArray[Any]:
+    data = _typed(value, bytes, name)
+    _require(
+        len(data) % dtype.itemsize == 0, f"{name} has {len(data)} bytes, not a multiple of {dtype.itemsize}"
+    )
+    return np.frombuffer(data, dtype=dtype)
+
+
+def _hops(fields: _Fields) -> dict[str, float]:
+    hops = _typed(fields["hops"], dict, "hops")
+    return {
+        _typed(station, str, "hop"): _number(moment, f"hops.{station}") for station, moment in hops.items()
+    }
+
+
+def _read_prompt(fields: _Fields, _max_bytes: int) -> PromptGroup:
+    group = PromptGroup(
+        group_id=_typed(fields["group_id"], str, "group_id"),
+        ordinal=_natural(fields, "ordinal"),
+        dataset_index=_natural(fields, "dataset_index"),
+        epoch=_natural(fields, "epoch"),
+        prompt=_read_prompt_text(fields["prompt"]),
+        prompt_token_ids=_array(fields["prompt_token_ids"], _U32, "prompt_token_ids"),
+        columns=cast(Mapping[str, Json], _typed(fields["columns"], dict, "columns")),
+        sampling=_read_sampling(_typed(fields["sampling"], dict, "sampling")),
+        fed_version=_natural(fields, "fed_version"),
+        min_version=_natural(fields, "min_version"),
+        is_evaluation=_typed(fields["is_evaluation"], bool, "is_evaluation"),
+        hops=_hops(fields),
+    )
+    _require(0 < len(group.group_id) <= 200, "group_id is empty or longer than 200 characters")
+    _require(len(group.prompt_token_ids) > 0, "prompt_token_ids is empty")
+    _require(
+        group.min_version <= group.fed_version,
+        f"min_version {group.min_version} is above fed_version {group.fed_version}",
+    )
+    return group
+
+
+def _read_prompt_text(value: object) -> str | list[dict[str, str]]:
+    if isinstance(value, str):
+        return value
+    messages = _typed(value, list, "prompt")
+    for message in messages:
+        _require(
+            isinstance(message, dict)
+            and all(isinstance(item, str) for pair in message.items() for item in pair),
+            "prompt holds something else than {role, content} messages",
+        )
+    return messages
+
+
+def _read_sampling(fields: _Fields) -> SamplingParams:
+    sampling = SamplingParams(
+        group_size=_natural(fields, "group_size"),
+        max_tokens=_natural(fields, "max_tokens"),
+        temperature=_number(fields["temperature"], "temperature"),
+        top_p=_number(fields["top_p"], "top_p"),
+        top_k=_natural(fields, "top_k"),
+        stop=tuple(_typed(text, str, "stop") for text in _list(fields, "stop")),
+        seed=_natural(fields, "seed"),
+        keep_sampling_mask=_typed(fields["keep_sampling_mask"], bool, "keep_sampling_mask"),
+    )
+    _require(sampling.group_size > 0, "group_size is 0")
+    _require(sampling.max_tokens > 0, "max_tokens is 0")
+    _require(sampling.temperature >= 0, f"temperature = {sampling.temperature} is negative")
+    _require(0 < sampling.top_p <= 1, f"top_p = {sampling.top_p} is outside (0, 1]")
+    return sampling
+
+
+def _read_rollout(fields: _Fields, max_bytes: int) -> RolloutGroup:
+    prompt = decode(_typed(fields["prompt"], bytes, "prompt"), PromptGroup, max_bytes=max_bytes)
+    rollout = RolloutGroup(
+        prompt=prompt,
+        completions=tuple(
+            _read_completion(_typed(item, dict, "completion")) for item in _list(fields, "completions")
+        ),
+        generator=_typed(fields["generator"], str, "generator"),
+        hops=_hops(fields),
+    )
+    expected = prompt.sampling.group_size
+    _require(
+        len(rollout.completions) == expected, f"{len(rollout.completions)} completions, expected {expected}"
+    )
+    return rollout
+
+
+def _read_completion(fields: _Fields) -> Completion:
+    completion = Completion(
+        token_ids=_array(fields["token_ids"], _U32, "token_ids"),
+        generator_logprobs=_array(fields["generator_logprobs"], _F32, "generator_logprobs"),
+        loss_mask=_array(fields["loss_mask"], _U8, "loss_mask"),
+        spans=_read_spans(_list(fields, "spans")),
+        finish_reason=FinishReason(fields["finish_reason"]),
+        text=_typed(fields["text"], str, "text"),
+        sampling_mask=_read_sampling_mask(fields["sampling_mask"]),
+    )
+    num_tokens = len(completion.token_ids)
+    _require(num_tokens > 0, "completion without tokens")
+    _require(
+        len(completion.generator_logprobs) == num_tokens, "generator_logprobs and token_ids differ in length"
+    )
+    _require(len(completion.loss_mask) == num_tokens, "loss_mask and token_ids differ in length")
+    _require(bool((completion.loss_mask <= 1).all()), "loss_mask holds something else than 0 and 1")
+    _require(completion.spans[-1].first_token < num_tokens, "a version span starts behind the last token")
+    mask = completion.sampling_mask
+    if mask is not None:
+        _require(len(mask.num_kept) == num_tokens, "sampling_mask and token_ids differ in length")
+        _require(
+            int(mask.num_kept.sum(dtype=np.int64)) == len(mask.kept_ids), "sampling_mask does not add up"
+        )
+    return completion
+
+
+def _read_spans(items: Sequence[Any]) -> tuple[VersionSpan, ...]:
+    spans = tuple(
+        VersionSpan(
+            weight_version=_typed(version, int, "weight_version"),
+            first_token=_typed(first, int, "first_token"),
+        )
+        for version, first in items
+    )
+    _require(len(spans) > 0, "no version span")
+    _require(
+        spans[0].first_token == 0 and spans[0].weight_version >= 0, "version spans do not start at token 0"
+    )
+    for before, after in zip(spans, spans[1:], strict=False):
+        _require(after.first_token > before.first_token, "version spans are not in order")
+        _require(after.weight_version > before.weight_version, "weight versions go backwards in a completion")
+    return spans
+
+
+def _read_sampling_mask(value: object) -> SamplingMask | None:
+    if value is None:
+        return None
+    kept_ids, num_kept = _typed(value, list, "sampling_mask")
+    return SamplingMask(
+        kept_ids=_array(kept_ids, _U32, "kept_ids"), num_kept=_array(num_kept, _U32, "num_kept")
+    )
+
+
+def _read_scored(fields: _Fields, max_bytes: int) -> ScoredGroup:
+    rollout = decode(_typed(fields["rollout"], bytes, "rollout"), RolloutGroup, max_bytes=max_bytes)
+    scores = tuple(_read_score(_typed(item, dict, "score")) for item in _list(fields, "scores"))
+    _require(
+        len(scores) == len(rollout.completions),
+        f"{len(scores)} scores for {len(rollout.completions)} completions",
+    )
+    for score, completion in zip(scores, rollout.completions, strict=True):
+        for name, values in (
+            ("token_rewards", score.token_rewards),
+            ("teacher_logprobs", score.teacher_logprobs),
+        ):
+            _require(
+                values is None or len(values) == len(completion), f"{name} and token_ids differ in length"
+            )
+    return ScoredGroup(
+        rollout=rollout, scores=scores, scorer=_typed(fields["scorer"], str, "scorer"), hops=_hops(fields)
+    )
+
+
+def _read_score(fields: _Fields) -> Score:
+    reward = fields["reward"]
+    return Score(
+        reward=None if reward is None else _number(reward, "reward"),
+        parts=tuple(_read_part(*item) for item in _list(fields, "parts")),
+        token_rewards=_optional_floats(fields["token_rewards"], "token_rewards"),
+        teacher_logprobs=_optional_floats(fields["teacher_logprobs"], "teacher_logprobs"),
+    )
+
+
+def _read_part(name: object, value: object, outcome: object) -> RewardResult:
+    return RewardResult(
+        name=_typed(name, str, "reward name"),
+        value=None if value is None else _number(value, "reward value"),
+        outcome=Outcome(cast(str, outcome)),
+    )
+
+
+def _optional_floats(value: object, name: str) -> npt.NDArray[np.float32] | None:
+    return None if value is None else _array(value, _F32, name)
+
+
+_READERS: dict[type[Message], Callable[[_Fields, int], Message]] = {
+    PromptGroup: _read_prompt,
+    RolloutGroup: _read_rollout,
+    ScoredGroup: _read_scored,
+}

@@ -1,0 +1,1 @@
+"""One module for each kind of process: build the parts, run the loop, nothing else."""
