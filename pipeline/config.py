@@ -41,7 +41,7 @@ class RedisSettings(Section):
 
     url: SecretStr = Field(
         SecretStr("embedded"),
-        description='"embedded" starts a private Valkey server for `demo` and `up`; else redis://, rediss:// or unix://.',
+        description='"embedded": a private Valkey server for `demo` and `up`; else a redis://, rediss:// or unix:// URL.',
     )
     socket_timeout_s: Seconds = Field(30.0, description="A call that takes longer is retried.")
 
@@ -52,15 +52,9 @@ class QueueSettings(Section):
     lease_s: Seconds = Field(
         30.0, description="A group whose worker shows no sign of life for this long is taken over."
     )
-    max_attempts: Count = Field(
-        3, description="A group that failed this often in one stage goes to dead_letters."
-    )
-    max_length: Count = Field(
-        65536, description="Second guard behind admission: a stream never holds more groups."
-    )
-    max_payload_bytes: Count = Field(
-        256 * 1024 * 1024, description="Larger messages are refused before decoding."
-    )
+    max_attempts: Count = Field(3, description="A group that failed this often in one stage goes to dead_letters.")
+    max_length: Count = Field(65536, description="Second guard behind admission: a stream never holds more groups.")
+    max_payload_bytes: Count = Field(256 * 1024 * 1024, description="Larger messages are refused before decoding.")
 
 
 class ModelSettings(Section):
@@ -69,12 +63,8 @@ class ModelSettings(Section):
     path: str = Field(
         "", description="Directory (or Hub id) of a Hugging Face causal language model and its tokenizer."
     )
-    max_context: Natural = Field(
-        0, description="Prompt plus completion, in tokens; 0 takes the model's own limit."
-    )
-    chat_template: str = Field(
-        "", description="Path of a Jinja file that replaces the tokenizer's chat template."
-    )
+    max_context: Natural = Field(0, description="Prompt plus completion, in tokens; 0 takes the model's own limit.")
+    chat_template: str = Field("", description="Path of a Jinja file that replaces the tokenizer's chat template.")
     trust_remote_code: bool = Field(
         False, description="Runs code that comes with the model; only for models you trust."
     )
@@ -89,9 +79,7 @@ class LoraSettings(Section):
     rank: Natural = Field(0, description="0 trains all weights.")
     alpha: Positive = Field(32.0, description="The adapter's output is scaled by alpha / rank.")
     target_modules: list[str] = Field(["all-linear"], description='Module names, or "all-linear".')
-    dropout: Fraction = Field(
-        0.0, description="Dropout on the adapter; above 0 it makes generator and trainer differ."
-    )
+    dropout: Fraction = Field(0.0, description="Dropout on the adapter; above 0 it makes generator and trainer differ.")
 
 
 class DataSettings(Section):
@@ -156,24 +144,16 @@ class RewardSettings(Section):
         description='Import path "package.module:function", a file "reward.py:function", or a shipped name.'
     )
     weight: float = Field(1.0, description="Factor in the sum of all rewards.")
-    timeout_s: Seconds = Field(
-        30.0, description="A call that takes longer is stopped and counted as a time-out."
-    )
+    timeout_s: Seconds = Field(30.0, description="A call that takes longer is stopped and counted as a time-out.")
     name: str = Field("", description="Name in metrics and records; defaults to the function's.")
-    kwargs: dict[str, str | int | float | bool | list[str]] = Field(
-        {}, description="Passed to every call by name."
-    )
+    kwargs: dict[str, str | int | float | bool | list[str]] = Field({}, description="Passed to every call by name.")
 
 
 class ScoringSettings(Section):
     """Rewards."""
 
-    rewards: list[RewardSettings] = Field(
-        [], description="Reward functions; their weighted sum is the reward."
-    )
-    num_processes: Count = Field(
-        2, description="Calls that run at once in one scorer, each in a process of its own."
-    )
+    rewards: list[RewardSettings] = Field([], description="Reward functions; their weighted sum is the reward.")
+    num_processes: Count = Field(2, description="Calls that run at once in one scorer, each in a process of its own.")
     on_failure: Literal["unscored", "zero"] = Field(
         "unscored",
         description="A completion whose reward failed or timed out: leave it out of its group, or reward 0.",
@@ -201,15 +181,11 @@ class AlgorithmSettings(Section):
     aggregation: str = Field("", description="How token losses become one number.")
     clip_low: Fraction = Field(0.2, description="The ratio is clipped below 1 - clip_low.")
     clip_high: NonNegative = Field(0.28, description="The ratio is clipped above 1 + clip_high.")
-    truncation: Positive = Field(
-        2.0, description="Cap of the importance weight in truncated importance sampling."
-    )
+    truncation: Positive = Field(2.0, description="Cap of the importance weight in truncated importance sampling.")
     kl_coef: NonNegative = Field(
         0.0, description="Weight of the KL divergence to the initial policy; 0 loads no reference."
     )
-    drop_zero_variance: bool = Field(
-        False, description="Groups whose rewards are all equal are dropped and replaced."
-    )
+    drop_zero_variance: bool = Field(False, description="Groups whose rewards are all equal are dropped and replaced.")
     max_refill: Count = Field(
         10, description="Give up when this many batches' worth of groups was filtered for one step."
     )
@@ -315,9 +291,7 @@ class ExporterSettings(Section):
 class TrackingSettings(Section):
     """Records beside metrics.jsonl, which is always written."""
 
-    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
-        [], description="tensorboard, wandb, trackio."
-    )
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field([], description="tensorboard, wandb, trackio.")
     project: str = Field("rollstream", description="Project name for wandb and trackio.")
     samples_per_step: Natural = Field(2, description="Groups written with their completions at every step.")
 
@@ -358,7 +332,7 @@ class Config(Section):
         loopback = self.weights.host in {"127.0.0.1", "::1", "localhost"}
         if not loopback and not self.weights.insecure and not self.weights.server_secret_key_file:
             raise ValueError(
-                f"weights.host = {self.weights.host!r} is open to the network: set weights.server_secret_key_file "
-                "(CURVE keys) or weights.insecure = true"
+                f"weights.host = {self.weights.host!r} is open to the network: set "
+                "weights.server_secret_key_file (CURVE keys) or weights.insecure = true"
             )
         return self

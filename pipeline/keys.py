@@ -37,7 +37,8 @@ class Keys:
     def __post_init__(self) -> None:
         if not _RUN_NAME.fullmatch(self.run):
             raise ConfigError(
-                f"run.name = {self.run!r}: use 1 to 100 letters, digits, '.', '-' or '_', starting with a letter or digit"
+                f"run.name = {self.run!r}: use 1 to 100 letters, digits, '.', '-' or '_'; "
+                "the first is a letter or digit"
             )
 
     def _key(self, name: str) -> str:

@@ -206,17 +206,13 @@ def _list(fields: _Fields, name: str) -> list[Any]:
 
 def _array(value: object, dtype: np.dtype[Any], name: str) -> npt.NDArray[Any]:
     data = _typed(value, bytes, name)
-    _require(
-        len(data) % dtype.itemsize == 0, f"{name} has {len(data)} bytes, not a multiple of {dtype.itemsize}"
-    )
+    _require(len(data) % dtype.itemsize == 0, f"{name} has {len(data)} bytes, not a multiple of {dtype.itemsize}")
     return np.frombuffer(data, dtype=dtype)
 
 
 def _hops(fields: _Fields) -> dict[str, float]:
     hops = _typed(fields["hops"], dict, "hops")
-    return {
-        _typed(station, str, "hop"): _number(moment, f"hops.{station}") for station, moment in hops.items()
-    }
+    return {_typed(station, str, "hop"): _number(moment, f"hops.{station}") for station, moment in hops.items()}
 
 
 def _read_prompt(fields: _Fields, _max_bytes: int) -> PromptGroup:
@@ -249,8 +245,7 @@ def _read_prompt_text(value: object) -> str | list[dict[str, str]]:
     messages = _typed(value, list, "prompt")
     for message in messages:
         _require(
-            isinstance(message, dict)
-            and all(isinstance(item, str) for pair in message.items() for item in pair),
+            isinstance(message, dict) and all(isinstance(item, str) for pair in message.items() for item in pair),
             "prompt holds something else than {role, content} messages",
         )
     return messages
@@ -278,16 +273,12 @@ def _read_rollout(fields: _Fields, max_bytes: int) -> RolloutGroup:
     prompt = decode(_typed(fields["prompt"], bytes, "prompt"), PromptGroup, max_bytes=max_bytes)
     rollout = RolloutGroup(
         prompt=prompt,
-        completions=tuple(
-            _read_completion(_typed(item, dict, "completion")) for item in _list(fields, "completions")
-        ),
+        completions=tuple(_read_completion(_typed(item, dict, "completion")) for item in _list(fields, "completions")),
         generator=_typed(fields["generator"], str, "generator"),
         hops=_hops(fields),
     )
     expected = prompt.sampling.group_size
-    _require(
-        len(rollout.completions) == expected, f"{len(rollout.completions)} completions, expected {expected}"
-    )
+    _require(len(rollout.completions) == expected, f"{len(rollout.completions)} completions, expected {expected}")
     return rollout
 
 
@@ -303,18 +294,14 @@ def _read_completion(fields: _Fields) -> Completion:
     )
     num_tokens = len(completion.token_ids)
     _require(num_tokens > 0, "completion without tokens")
-    _require(
-        len(completion.generator_logprobs) == num_tokens, "generator_logprobs and token_ids differ in length"
-    )
+    _require(len(completion.generator_logprobs) == num_tokens, "generator_logprobs and token_ids differ in length")
     _require(len(completion.loss_mask) == num_tokens, "loss_mask and token_ids differ in length")
     _require(bool((completion.loss_mask <= 1).all()), "loss_mask holds something else than 0 and 1")
     _require(completion.spans[-1].first_token < num_tokens, "a version span starts behind the last token")
     mask = completion.sampling_mask
     if mask is not None:
         _require(len(mask.num_kept) == num_tokens, "sampling_mask and token_ids differ in length")
-        _require(
-            int(mask.num_kept.sum(dtype=np.int64)) == len(mask.kept_ids), "sampling_mask does not add up"
-        )
+        _require(int(mask.num_kept.sum(dtype=np.int64)) == len(mask.kept_ids), "sampling_mask does not add up")
     return completion
 
 
@@ -327,9 +314,7 @@ def _read_spans(items: Sequence[Any]) -> tuple[VersionSpan, ...]:
         for version, first in items
     )
     _require(len(spans) > 0, "no version span")
-    _require(
-        spans[0].first_token == 0 and spans[0].weight_version >= 0, "version spans do not start at token 0"
-    )
+    _require(spans[0].first_token == 0 and spans[0].weight_version >= 0, "version spans do not start at token 0")
     for before, after in zip(spans, spans[1:], strict=False):
         _require(after.first_token > before.first_token, "version spans are not in order")
         _require(after.weight_version > before.weight_version, "weight versions go backwards in a completion")
@@ -340,9 +325,7 @@ def _read_sampling_mask(value: object) -> SamplingMask | None:
     if value is None:
         return None
     kept_ids, num_kept = _typed(value, list, "sampling_mask")
-    return SamplingMask(
-        kept_ids=_array(kept_ids, _U32, "kept_ids"), num_kept=_array(num_kept, _U32, "num_kept")
-    )
+    return SamplingMask(kept_ids=_array(kept_ids, _U32, "kept_ids"), num_kept=_array(num_kept, _U32, "num_kept"))
 
 
 def _read_scored(fields: _Fields, max_bytes: int) -> ScoredGroup:
@@ -357,9 +340,7 @@ def _read_scored(fields: _Fields, max_bytes: int) -> ScoredGroup:
             ("token_rewards", score.token_rewards),
             ("teacher_logprobs", score.teacher_logprobs),
         ):
-            _require(
-                values is None or len(values) == len(completion), f"{name} and token_ids differ in length"
-            )
+            _require(values is None or len(values) == len(completion), f"{name} and token_ids differ in length")
     return ScoredGroup(
         rollout=rollout, scores=scores, scorer=_typed(fields["scorer"], str, "scorer"), hops=_hops(fields)
     )
