@@ -41,7 +41,7 @@ class RedisSettings(Section):
 
     url: SecretStr = Field(
         SecretStr("embedded"),
-        description='"embedded": a private Valkey server for `demo` and `up`; else a redis://, rediss:// or unix:// URL.',
+        description='"embedded": a private Valkey, for `demo` and `up`; else a redis://, rediss:// or unix:// URL.',
     )
     socket_timeout_s: Seconds = Field(30.0, description="A call that takes longer is retried.")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import msgpack
@@ -315,7 +316,7 @@ def _read_spans(items: Sequence[Any]) -> tuple[VersionSpan, ...]:
     )
     _require(len(spans) > 0, "no version span")
     _require(spans[0].first_token == 0 and spans[0].weight_version >= 0, "version spans do not start at token 0")
-    for before, after in zip(spans, spans[1:], strict=False):
+    for before, after in pairwise(spans):
         _require(after.first_token > before.first_token, "version spans are not in order")
         _require(after.weight_version > before.weight_version, "weight versions go backwards in a completion")
     return spans

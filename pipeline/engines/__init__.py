@@ -29,6 +29,10 @@ class GenerationEngine(Protocol):
         """Sequences that are decoded at once."""
 
     @property
+    def num_unfinished_seqs(self) -> int:
+        """Sequences accepted and not yet ended, those that wait for a slot included."""
+
+    @property
     def num_tokens_generated(self) -> int:
         """Tokens sampled since the start; never falls. A watchdog reads it as progress."""
 
