@@ -1,4 +1,4 @@
-"""What travels through the streams: prompt groups, rollout groups, scored groups.
+"""What workers hand each other: prompt groups, rollout groups, scored groups, weight addresses.
 
 In: what the feeder, generators and scorers know. Out: frozen carriers that the next stage reads.
 They hold no behaviour beyond derived views; `pipeline.wire` turns them into bytes and back.
@@ -177,6 +177,16 @@ class ScoredGroup:
     scores: tuple[Score, ...]
     scorer: str
     hops: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoints:
+    """ZeroMQ addresses of a publisher. session: changes when the publisher restarts."""
+
+    announce: str
+    tiles: str
+    session: str
+    public_key: str = ""
 
 
 Message: TypeAlias = PromptGroup | RolloutGroup | ScoredGroup

@@ -9,6 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pipeline.messages import Endpoints
+
+__all__ = ["Endpoints", "HostTensor", "WeightKind", "WeightState"]
+
 
 class WeightKind(StrEnum):
     """What an object holds."""
@@ -38,13 +42,3 @@ class WeightState:
     def num_bytes(self) -> int:
         """Size of all tensors."""
         return sum(tensor.data.nbytes for tensor in self.tensors.values())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoints:
-    """ZeroMQ addresses of a publisher. session: changes when the publisher restarts."""
-
-    announce: str
-    tiles: str
-    session: str
-    public_key: str = ""
