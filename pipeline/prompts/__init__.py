@@ -1,0 +1,14 @@
+"""Prompts: from rows of a data set to groups on the first stream.
+
+In: a JSONL or parquet file, or a Hub data set. Out: `PromptGroup`s in a seeded order that a cursor
+restores exactly. Nothing here samples tokens or holds a model; only the tokeniser's calls are used.
+
+    Dataset.load -> rows -> PromptOrder.at(ordinal) -> PromptSource.next_group -> Feeder.top_up -> [prompts]
+"""
+
+from pipeline.prompts.dataset import Dataset, Row
+from pipeline.prompts.encoding import Encode, chat_encoder
+from pipeline.prompts.order import PromptOrder
+from pipeline.prompts.source import PromptSource, evaluation_groups
+
+__all__ = ["Dataset", "Encode", "PromptOrder", "PromptSource", "Row", "chat_encoder", "evaluation_groups"]
