@@ -1,0 +1,45 @@
+"""Which groups teach nothing, and why.
+
+In: a scored group. Out: yes or no for one reason; the trainer decides what to do about it. Works
+on the carriers alone, so that any process can ask.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from pipeline.messages import ScoredGroup
+
+
+def rewards_of(group: ScoredGroup) -> tuple[float | None, ...]:
+    """Reward of every completion; None where no function applied or the value is not finite."""
+    return tuple(
+        score.reward if score.reward is not None and math.isfinite(score.reward) else None for score in group.scores
+    )
+
+
+def is_unscored(group: ScoredGroup) -> bool:
+    """Whether no completion has a reward."""
+    return all(reward is None for reward in rewards_of(group))
+
+
+def is_zero_variance(group: ScoredGroup) -> bool:
+    """Whether all rewards that there are are equal, so that every group-relative advantage is 0."""
+    scored = [reward for reward in rewards_of(group) if reward is not None]
+    return bool(scored) and max(scored) == min(scored)
+
+
+def is_nonfinite(group: ScoredGroup) -> bool:
+    """Whether no token that the policy wrote has a finite generator logprob."""
+    return not any(
+        bool(np.any(np.isfinite(completion.generator_logprobs) & (completion.loss_mask != 0)))
+        for completion in group.rollout.completions
+    )
+
+
+def is_too_long(group: ScoredGroup, max_context: int) -> bool:
+    """Whether the prompt and its longest completion exceed `max_context` tokens."""
+    longest = max((len(completion) for completion in group.rollout.completions), default=0)
+    return len(group.rollout.prompt.prompt_token_ids) + longest > max_context
