@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from pipeline.config import RewardSettings
+from pipeline.config import Config, RewardSettings
 from pipeline.config_reference import plain_default, sections, settings, to_toml
+from pipeline.config_sources import Layered, SettingPath
+from pipeline.errors import ConfigError
+from pipeline.keys import Keys
 from pipeline.messages import Json
 
-SettingPath = tuple[str | int, ...]
 _PASSWORD = re.compile(r"(?P<before>//[^:/?#\s]*:).*(?P<after>@)|(?P<key>[?&]password=)[^&\s]*")
 
 
@@ -27,106 +28,104 @@ def mask_url(url: str) -> str:
     return _PASSWORD.sub(lambda match: f"{match['before']}***@" if match["before"] else f"{match['key']}***", url)
 
 
-def problems_of(error: ValidationError, values: Mapping[str, Json], sources: Mapping[SettingPath, str]) -> list[str]:
-    """One line for each problem, in data-flow order, without repetitions."""
+def problems_of(error: ValidationError, written: Layered) -> list[str]:
+    """One line for each problem, in data-flow order, without repetitions.
+
+    pydantic adds the branches of a union to a location; only what is really written is named.
+    """
     lines: dict[SettingPath, str] = {}
     for detail in error.errors(include_url=False):
-        path = _existing(detail["loc"], values) if detail["type"] != "missing" else detail["loc"]
-        lines.setdefault(path, _sentence(detail, path, values, sources))
+        path = detail["loc"] if detail["type"] == "missing" else written.existing(detail["loc"])
+        lines.setdefault(path, _sentence(detail, path, written))
     return list(lines.values())
 
 
-def nearest(path: SettingPath) -> str:
-    """The known setting or section that an unknown one was probably meant to be, as a question."""
-    *outer, key = (str(part) for part in path if not isinstance(part, int))
+def unknown_setting(path: SettingPath, source: str) -> str:
+    """An unknown name, where it stands, and the known one that was probably meant."""
+    origin = f" ({source})" if source else ""
+    guesses = _nearest([str(part) for part in path if not isinstance(part, int)])
+    way_out = f"did you mean {guesses[0]}?" if guesses else "`rollstream config show --reference` lists all"
+    return f"unknown setting {_dotted(path)}{origin}: {way_out}"
+
+
+def disagreements(config: Config) -> list[str]:
+    """Settings that are right each for itself and not together."""
+    problems: list[str] = []
+    try:
+        Keys(config.run.name)
+    except ConfigError as error:
+        problems.append(str(error))
+    url = config.redis.url.get_secret_value()
+    if url != "embedded" and not url.startswith(("redis://", "rediss://", "unix://")):
+        problems.append(
+            f'redis.url = "{mask_url(url)}": should be "embedded" or begin with redis://, rediss:// or unix://'
+        )
+    if config.admission_limit > config.queues.max_length:
+        problems.append(
+            f"queues.max_length = {config.queues.max_length}: (staleness.max_staleness + 1) x trainer.groups_per_step "
+            f"= {config.admission_limit} groups may be live at once; set it to at least that"
+        )
+    if config.weights.port and config.weights.port == config.weights.announce_port:
+        problems.append(f"weights.announce_port = {config.weights.port}: weights.port is the same; use two, or 0")
+    if config.evaluation.every_steps and not config.data.eval_path:
+        problems.append(
+            f"evaluation.every_steps = {config.evaluation.every_steps}: data.eval_path is empty; "
+            "name the held-out prompts there"
+        )
+    return problems
+
+
+def _nearest(names: list[str]) -> list[str]:
+    """Candidates, best first: same section, same key elsewhere, initials (`lr`), a section, any key."""
+    *outer, key = names
     section = ".".join(outer)
     if section == "scoring.rewards":
-        return _question(_close(key, list(RewardSettings.model_fields)))
+        return _close(key, list(RewardSettings.model_fields))
     known = list(settings().values())
     inside = [setting.key for setting in known if setting.section == section]
-    candidates = [
-        *(f"{section}.{near}" for near in _close(key, inside)),
+    return [
         *(setting.path for setting in known if setting.key == key),
+        *(f"{section}.{near}" for near in _close(key, inside)),
         *(f"{section}.{name}" for name in inside if "".join(word[0] for word in name.split("_")) == key),
-        *(f"[{near}]" for near in _close(f"{section}.{key}".lstrip("."), sections())),
+        *(f"[{near}]" for near in _close(".".join(names), sections()) if not inside),
         *(s.path for near in _close(key, [s.key for s in known]) for s in known if s.key == near),
     ]
-    return _question(candidates)
 
 
-def dotted(path: SettingPath) -> str:
-    """`scoring.rewards[0].function`."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}"
-    return text.removeprefix(".")
-
-
-def source_of(path: SettingPath, sources: Mapping[SettingPath, str]) -> str:
-    """Where a setting, or the closest table or list around it, was written."""
-    for length in range(len(path), 0, -1):
-        if path[:length] in sources:
-            return sources[path[:length]]
-    inside = (source for known, source in sources.items() if known[: len(path)] == path)
-    return next(inside, "")
-
-
-def _sentence(
-    detail: ErrorDetails, path: SettingPath, values: Mapping[str, Json], sources: Mapping[SettingPath, str]
-) -> str:
-    origin = source_of(path, sources)
-    where = f" ({origin})" if origin else ""
+def _sentence(detail: ErrorDetails, path: SettingPath, written: Layered) -> str:
+    source = written.source_of(path)
+    origin = f" ({source})" if source else ""
     if detail["type"] == "extra_forbidden":
-        return f"unknown setting {dotted(path)}{where}: {nearest(path)}"
+        return unknown_setting(path, source)
     if detail["type"] == "missing":
-        return f"{dotted(path)} is missing{where}: it has no default"
+        return f"{_dotted(path)} is missing{origin}: it has no default"
     reason = re.sub(r"^(Value error, |Input |String |Value )", "", detail["msg"])
     reason = reason.replace("a valid array", "a list").replace("an object", "a table")
     if not path:
         return reason
-    return f"{dotted(path)} = {_shown(path, _value_at(path, values))}{where}: {reason}{_way_out(path)}"
+    return f"{_dotted(path)} = {_shown(path, written.at(path))}{origin}: {reason}{_way_out(path)}"
 
 
 def _way_out(path: SettingPath) -> str:
-    setting = settings().get(dotted(path))
+    setting = settings().get(_dotted(path))
     if setting is None:
         return ""
     return f"; leave it out for the default, {to_toml(plain_default(setting.field))}"
 
 
 def _shown(path: SettingPath, value: Json) -> str:
-    setting = settings().get(dotted(path))
+    setting = settings().get(_dotted(path))
     if setting is not None and setting.is_secret:
         return to_toml(mask_url(value)) if isinstance(value, str) else "***"
     text = to_toml(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _existing(loc: Sequence[str | int], values: Mapping[str, Json]) -> SettingPath:
-    """pydantic adds the branches of a union to the location; keep what is really in the settings."""
-    path: list[str | int] = []
-    here: Any = values
-    for part in loc:
-        in_table = isinstance(here, dict) and part in here
-        in_list = isinstance(here, list) and isinstance(part, int) and part < len(here)
-        if not in_table and not in_list:
-            break
-        here = here[part]
-        path.append(part)
-    return tuple(path)
-
-
-def _value_at(path: SettingPath, values: Mapping[str, Json]) -> Json:
-    here: Any = values
-    for part in path:
-        here = here[part]
-    value: Json = here
-    return value
+def _dotted(path: SettingPath) -> str:
+    """`scoring.rewards[0].function`."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return text.removeprefix(".")
 
 
 def _close(word: str, known: Sequence[str]) -> list[str]:
     return difflib.get_close_matches(word, list(dict.fromkeys(known)), n=1, cutoff=0.65)
-
-
-def _question(candidates: Sequence[str]) -> str:
-    return f"did you mean {candidates[0]}?" if candidates else "`rollstream config show --reference` lists all"
