@@ -1,0 +1,281 @@
+"""The fleet of a run: who is there, what they agree on, what they are asked to do.
+
+In: signs of life from workers, requests from people. Out: the same, seen from every machine. All
+ages are measured by the clock of Redis, never by the clocks of workers. A stop ends the workers
+that were there when it was said, so that it never reaches a later run of the same name; taking
+the trainer's lock clears what is left of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, cast
+
+from pipeline.errors import RunConflictError
+from pipeline.keys import Keys
+from pipeline.messages import Endpoints, Json
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+    from redis.commands.core import AsyncScript
+
+_BEATS_UNTIL_LOST = 4
+_GRACE_S = 1.0
+_FORGET_AFTER_S = 600.0
+_MICROSECONDS = 1e6
+
+
+def new_worker_id(role: str) -> str:
+    """Readable and unique: role, host, process, and four random hex digits."""
+    host = socket.gethostname().split(".", maxsplit=1)[0] or "host"
+    return f"{role}-{host}-{os.getpid()}-{secrets.token_hex(2)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """One worker as the registry knows it.
+
+    address: host:port of its HTTP endpoints. heartbeat_s: promised interval of signs of life.
+    status: what it last said of itself. started_at: Unix seconds by Redis's clock, 0 before the
+    first beat. age_s: since the last beat.
+    """
+
+    worker_id: str
+    role: str
+    host: str
+    pid: int
+    address: str = ""
+    heartbeat_s: float = 2.0
+    status: Mapping[str, Json] = field(default_factory=dict)
+    started_at: float = 0.0
+    age_s: float = 0.0
+
+    @property
+    def is_alive(self) -> bool:
+        """False after several beats were missed: the worker is lost."""
+        return self.age_s <= _BEATS_UNTIL_LOST * self.heartbeat_s + _GRACE_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """What a worker is asked to do, and what the run knows.
+
+    paused: claim nothing new. stop_reason: the run is over; drain and exit. drain: this worker is
+    to leave. weight_version: newest that the trainer has. run_id: changes when Redis lost the run.
+    """
+
+    paused: bool = False
+    stop_reason: str | None = None
+    drain: bool = False
+    weight_version: int | None = None
+    run_id: str | None = None
+
+
+class Fleet:
+    """Registry and control of one run."""
+
+    def __init__(self, redis: Redis, keys: Keys) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._started: dict[str, str] = {}
+        self._scripts: dict[str, AsyncScript] = {}
+
+    async def _run(self, name: str, keys: Sequence[str], *args: str | int) -> Any:
+        if name not in self._scripts:
+            source = (files("pipeline") / "scripts" / f"{name}.lua").read_text(encoding="utf-8")
+            self._scripts[name] = self._redis.register_script(source)
+        return await self._scripts[name](keys=list(keys), args=list(args))
+
+    # --- what all workers agree on -------------------------------------------------------------
+
+    async def join(self, fingerprint: Mapping[str, str], *, resolved: str = "") -> str:
+        """Join the run; the first to join fixes `fingerprint`. Returns the run's id.
+
+        resolved: the whole configuration, without secrets, kept with the run.
+        Raises RunConflictError naming every key that differs.
+        """
+        pairs = [text for pair in sorted(fingerprint.items()) for text in pair]
+        answer = await self._run("fleet_join", [self._keys.meta], secrets.token_hex(8), resolved, *pairs)
+        differing = [item.decode() for item in answer[1:]]
+        if differing:
+            raise RunConflictError(_conflict(self._keys.run, differing, fingerprint))
+        return cast(str, answer[0].decode())
+
+    # --- signs of life and requests ------------------------------------------------------------
+
+    async def register(self, worker: WorkerInfo) -> Control:
+        """Enter the registry. The worker's start is now."""
+        self._started.pop(worker.worker_id, None)
+        return await self.beat(worker)
+
+    async def beat(self, worker: WorkerInfo) -> Control:
+        """Say that the worker is alive and what it does; hear what it is asked to do."""
+        record = {
+            "role": worker.role,
+            "host": worker.host,
+            "pid": worker.pid,
+            "address": worker.address,
+            "heartbeat_s": worker.heartbeat_s,
+            "status": dict(worker.status),
+        }
+        started, paused, stop_reason, drain, version, run_id = await self._run(
+            "fleet_beat",
+            [self._keys.workers, self._keys.control, self._keys.meta],
+            worker.worker_id,
+            self._started.get(worker.worker_id, ""),
+            json.dumps(record, separators=(",", ":")),
+        )
+        self._started[worker.worker_id] = started.decode()
+        return Control(
+            paused=paused is not None,
+            stop_reason=None if stop_reason is None else stop_reason.decode(),
+            drain=drain is not None,
+            weight_version=None if version is None else int(version),
+            run_id=None if run_id is None else run_id.decode(),
+        )
+
+    async def deregister(self, worker_id: str) -> None:
+        """Leave the registry, and with it every request to this worker."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hdel(self._keys.workers, worker_id)
+            pipe.hdel(self._keys.control, f"drain:{worker_id}")
+            await pipe.execute()
+        self._started.pop(worker_id, None)
+
+    async def workers(self) -> list[WorkerInfo]:
+        """Everyone in the registry, the lost included; those lost for long are removed.
+
+        Sorted by role and id.
+        """
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.time()
+            pipe.hgetall(self._keys.workers)
+            (seconds, microseconds), records = await pipe.execute()
+        now_us = int(seconds) * 1_000_000 + int(microseconds)
+        found: list[WorkerInfo] = []
+        for worker_id, value in records.items():
+            beat, started, record = value.split(b" ", 2)
+            age_s = max(0.0, (now_us - int(beat)) / _MICROSECONDS)
+            worker = _worker(worker_id.decode(), int(started), age_s, record)
+            if not worker.is_alive and age_s > _FORGET_AFTER_S:
+                await self._run(
+                    "fleet_forget", [self._keys.workers, self._keys.control], worker.worker_id, beat.decode()
+                )
+                continue
+            found.append(worker)
+        return sorted(found, key=lambda worker: (worker.role, worker.worker_id))
+
+    async def pause(self) -> None:
+        """Ask every stage to claim nothing; work in flight goes on."""
+        await self._hset(self._keys.control, {"paused": "1"})
+
+    async def resume(self) -> None:
+        """End a pause."""
+        async with self._redis.pipeline() as pipe:
+            pipe.hdel(self._keys.control, "paused")
+            await pipe.execute()
+
+    async def is_paused(self) -> bool:
+        """Whether a pause is on."""
+        return (await self._hget(self._keys.control, "paused")) is not None
+
+    async def stop(self, reason: str) -> None:
+        """The run is over: every worker that is there now drains and exits."""
+        await self._run("fleet_stop", [self._keys.control], reason)
+
+    async def stop_reason(self) -> str | None:
+        """Why the run was stopped; None while it goes on or after a trainer has taken it up again."""
+        return await self._hget(self._keys.control, "stop_reason")
+
+    async def drain(self, target: str) -> list[str]:
+        """Ask one worker, or all of a role that are there now, to leave. Returns their ids."""
+        chosen = [worker.worker_id for worker in await self.workers() if target in {worker.role, worker.worker_id}]
+        if chosen:
+            await self._hset(self._keys.control, {f"drain:{worker_id}": "1" for worker_id in chosen})
+        return chosen
+
+    # --- weights -------------------------------------------------------------------------------
+
+    async def set_endpoints(self, endpoints: Endpoints) -> None:
+        """Say where weights are published."""
+        await self._hset(self._keys.meta, {"endpoints": json.dumps(asdict(endpoints))})
+
+    async def endpoints(self) -> Endpoints | None:
+        """Where weights are published; None before a trainer said so."""
+        stored = await self._hget(self._keys.meta, "endpoints")
+        return None if stored is None else Endpoints(**json.loads(stored))
+
+    async def set_version(self, weight_version: int) -> int:
+        """Raise the run's weight version; it never falls. Returns what it is now."""
+        return int(await self._run("fleet_set_version", [self._keys.meta], weight_version))
+
+    async def version(self) -> int | None:
+        """Newest weight version of the run; None before the first."""
+        stored = await self._hget(self._keys.meta, "weight_version")
+        return None if stored is None else int(stored)
+
+    # --- the one trainer -----------------------------------------------------------------------
+
+    async def acquire_trainer(self, worker_id: str, ttl_s: float) -> bool:
+        """Take the right to train, for `ttl_s`; False while another trainer holds it.
+
+        Taking it clears an old stop: the run goes on.
+        """
+        return await self._lock(worker_id, ttl_s, "take")
+
+    async def renew_trainer(self, worker_id: str, ttl_s: float) -> bool:
+        """Prolong it. False when it was lost: train nothing more until it is acquired again."""
+        return await self._lock(worker_id, ttl_s, "renew")
+
+    async def release_trainer(self, worker_id: str) -> bool:
+        """Give it up; False when another holds it, whose lock stays as it is."""
+        return bool(await self._run("trainer_unlock", [self._keys.trainer_lock], worker_id))
+
+    async def trainer(self) -> str | None:
+        """Worker id of the trainer that holds the lock."""
+        async with self._redis.pipeline() as pipe:
+            pipe.get(self._keys.trainer_lock)
+            (holder,) = await pipe.execute()
+        return None if holder is None else holder.decode()
+
+    async def _lock(self, worker_id: str, ttl_s: float, how: str) -> bool:
+        keys = [self._keys.trainer_lock, self._keys.control]
+        return bool(await self._run("trainer_lock", keys, worker_id, int(ttl_s * 1000), how))
+
+    async def _hget(self, key: str, name: str) -> str | None:
+        async with self._redis.pipeline() as pipe:
+            pipe.hget(key, name)
+            (value,) = await pipe.execute()
+        return None if value is None else value.decode()
+
+    async def _hset(self, key: str, mapping: Mapping[str, str]) -> None:
+        async with self._redis.pipeline() as pipe:
+            pipe.hset(key, mapping={**mapping})
+            await pipe.execute()
+
+
+def _worker(worker_id: str, started_us: int, age_s: float, record: bytes) -> WorkerInfo:
+    said = json.loads(record)
+    return WorkerInfo(
+        worker_id=worker_id,
+        role=said["role"],
+        host=said["host"],
+        pid=said["pid"],
+        address=said["address"],
+        heartbeat_s=said["heartbeat_s"],
+        status=said["status"],
+        started_at=started_us / _MICROSECONDS,
+        age_s=age_s,
+    )
+
+
+def _conflict(run: str, differing: Sequence[str], own: Mapping[str, str]) -> str:
+    pairs = zip(differing[::2], differing[1::2], strict=True)
+    named = "; ".join(f"{key} = {own[key]} here, {theirs} in the run" for key, theirs in pairs)
+    return f"run.name = {run!r} was started with other settings: {named}. Make them equal or choose another run.name"
