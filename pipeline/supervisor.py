@@ -1,0 +1,213 @@
+"""Keeps the worker processes of one machine alive until the trainer is done.
+
+In: what to start. Out: their lines, merged and labelled, and one exit code. A worker that fails is
+started again after a pause that doubles; one that exits with 2 stops everything, because a person
+must mend something. No worker outlives the supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+USAGE = 2
+DRAIN_TIMED_OUT = 4
+_MAX_LINE_BYTES = 1 << 20
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """One process. name: as in `generator-1`. environ: added to the supervisor's own.
+
+    ends_run: when it exits with 0 the run is over and the others are drained.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    environ: Mapping[str, str] = field(default_factory=dict)
+    ends_run: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """Pause before a restart: first_s, doubled at each failure in a row up to limit_s.
+
+    A life of healthy_after_s ends a row; max_failures in a row end the run.
+    """
+
+    first_s: float = 0.5
+    limit_s: float = 30.0
+    healthy_after_s: float = 30.0
+    max_failures: int = 8
+
+    def pause_s(self, failures: int) -> float:
+        return min(self.limit_s, self.first_s * 2.0 ** (failures - 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerExit:
+    """A process ended after `seconds`. code: negative for a signal. restart_in_s: None when it stays away."""
+
+    name: str
+    code: int
+    seconds: float
+    restart_in_s: float | None
+
+
+class Supervisor:
+    """Runs workers. `on_line(name, line)` sees every line, `on_exit(WorkerExit)` every end."""
+
+    def __init__(
+        self,
+        specs: Sequence[WorkerSpec],
+        *,
+        drain_timeout_s: float,
+        on_line: Callable[[str, str], None],
+        on_exit: Callable[[WorkerExit], None] = lambda _: None,
+        restart: RestartPolicy | None = None,
+    ) -> None:
+        self._specs = tuple(specs)
+        self._drain_timeout_s = drain_timeout_s
+        self._on_line = on_line
+        self._on_exit = on_exit
+        self._restart = restart or RestartPolicy()
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._stopping = asyncio.Event()
+        self._killing = asyncio.Event()
+        self._code = 0
+        self._is_finished = False
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Processes that run now."""
+        return {name: process.pid for name, process in self._processes.items()}
+
+    async def run(self) -> int:
+        """Start all and stay until the run is over, is stopped, or cannot go on. Returns the exit code."""
+        with self._signals():
+            try:
+                async with asyncio.TaskGroup() as group:
+                    watch = group.create_task(self._escalate())
+                    async with asyncio.TaskGroup() as workers:
+                        for spec in self._specs:
+                            workers.create_task(self._keep(spec))
+                    watch.cancel()
+            finally:
+                for pid in self.pids.values():
+                    _signal_group(pid, signal.SIGKILL)
+        return self._code
+
+    def stop(self, code: int = 0) -> None:
+        """Drain all workers; a second call ends them at once."""
+        if self._stopping.is_set():
+            self._killing.set()
+            return
+        self._code = code
+        self._stopping.set()
+
+    async def _keep(self, spec: WorkerSpec) -> None:
+        failures = 0
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            code = await self._run_once(spec)
+            seconds = time.monotonic() - started
+            failures = 1 if seconds >= self._restart.healthy_after_s else failures + 1
+            pause_s = None if self._is_final(spec, code, failures) else self._restart.pause_s(failures)
+            self._on_exit(WorkerExit(name=spec.name, code=code, seconds=seconds, restart_in_s=pause_s))
+            if pause_s is None:
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause_s)
+
+    def _is_final(self, spec: WorkerSpec, code: int, failures: int) -> bool:
+        """Whether a worker stays away after this exit; ends the run where that follows."""
+        if self._stopping.is_set():
+            if not self._is_finished and (code == DRAIN_TIMED_OUT or self._killing.is_set()):
+                self._code = self._code or DRAIN_TIMED_OUT
+            return True
+        if code == 0:
+            if spec.ends_run:
+                self._is_finished = True
+                self.stop()
+            return True
+        if code == USAGE or failures >= self._restart.max_failures:
+            self.stop(USAGE if code == USAGE else 1)
+            return True
+        return False
+
+    async def _run_once(self, spec: WorkerSpec) -> int:
+        process = await asyncio.create_subprocess_exec(
+            *spec.argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **spec.environ, "ROLLSTREAM_PARENT_PID": str(os.getpid())},
+            start_new_session=True,
+        )
+        self._processes[spec.name] = process
+        if self._stopping.is_set():
+            number = signal.SIGKILL if self._killing.is_set() else signal.SIGTERM
+            _signal_group(process.pid, number, leader_only=True)
+        reader = asyncio.create_task(self._pass_on(spec.name, process))
+        try:
+            code = await process.wait()
+        finally:
+            del self._processes[spec.name]
+            _signal_group(process.pid, signal.SIGKILL)
+        await reader
+        return code
+
+    async def _pass_on(self, name: str, process: asyncio.subprocess.Process) -> None:
+        if process.stdout is not None:
+            async for line in _lines(process.stdout):
+                self._on_line(name, line)
+
+    async def _escalate(self) -> None:
+        """SIGTERM when asked to stop; SIGKILL when asked again or when the drain takes too long."""
+        await self._stopping.wait()
+        for pid in self.pids.values():
+            _signal_group(pid, signal.SIGTERM, leader_only=True)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._killing.wait(), self._drain_timeout_s)
+        self._killing.set()
+        for pid in self.pids.values():
+            _signal_group(pid, signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """Lines of any length; an endless one is cut."""
+    rest = b""
+    while chunk := await stream.read(65536):
+        *whole, rest = (rest + chunk).split(b"\n")
+        if len(rest) > _MAX_LINE_BYTES:
+            whole, rest = [*whole, rest], b""
+        for line in whole:
+            yield line.decode(errors="replace").rstrip("\r")
+    if rest:
+        yield rest.decode(errors="replace")
+
+
+def _signal_group(pid: int, number: signal.Signals, *, leader_only: bool = False) -> None:
+    """A worker leads a process group of its own; what it started ends with it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if leader_only:
+            os.kill(pid, number)
+            return
+        os.killpg(pid, number)
