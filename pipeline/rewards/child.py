@@ -1,0 +1,149 @@
+"""The process in which reward functions run: `python -m pipeline.rewards.child SOCKET_FD`.
+
+In: calls, one at a time. Out: their values, or what went wrong. It may hang, crash or be killed at
+any moment; the scorer notices and starts another. What functions print goes to standard error.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import inspect
+import math
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pipeline.errors import RewardLoadError
+from pipeline.rewards import frames
+from pipeline.rewards.functions import RewardFunction, load_function, place_of
+
+_FLOAT32_MAX = 3.4e38
+_MAX_DETAIL_CHARS = 4000
+_RESERVED = frozenset({"prompts", "completions", "completion_ids"})
+
+
+class BadReturnError(Exception):
+    """A function returned something else than one number or None for each completion."""
+
+
+def main(fd: int) -> int:
+    """Serve until the scorer closes the socket."""
+    # A drain signals the whole process group or container, and calls in flight must end. Handlers,
+    # unlike SIG_IGN, are not inherited by programs that a reward function starts.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _keep_running)
+    with socket.socket(fileno=fd) as sock, asyncio.Runner() as runner:
+        functions = _load(sock)
+        while functions is not None and (frame := frames.receive(sock)) is not None:
+            frames.send(sock, _answer(functions[frame["reward"]], frame, runner))
+    return 0
+
+
+def _keep_running(_number: int, _stack: object) -> None:
+    """Signals are the scorer's business; it closes the socket when it is done."""
+
+
+def _load(sock: socket.socket) -> list[RewardFunction] | None:
+    order = frames.receive(sock)
+    if order is None:
+        return None
+    sys.path.extend(entry for entry in order["path"] if entry not in sys.path)
+    try:
+        functions = [load_function(reward["function"], reward["kwargs"]) for reward in order["rewards"]]
+    except RewardLoadError as error:
+        frames.send(sock, {"error": str(error)})
+        return None
+    frames.send(sock, {"ready": True})
+    return functions
+
+
+def _answer(function: RewardFunction, frame: frames.Frame, runner: asyncio.Runner) -> frames.Frame:
+    try:
+        returned = function(**_arguments(frame))
+        if inspect.isawaitable(returned):
+            returned = runner.run(_awaited(returned))
+        return {"values": _values(returned, len(frame["texts"]))}
+    except BadReturnError as error:
+        return {"error": str(error), "detail": ""}
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever user code raises is an answer
+        detail = traceback.format_exc()[-_MAX_DETAIL_CHARS:]
+        return {"error": f"{type(error).__name__}: {error}{place_of(error)}", "detail": detail}
+
+
+async def _awaited(returned: Any) -> object:
+    return await returned
+
+
+def _arguments(frame: frames.Frame) -> dict[str, Any]:
+    """The arguments that TRL passes: prompts, completions, completion_ids and every column."""
+    prompt, texts = frame["prompt"], frame["texts"]
+    is_chat = isinstance(prompt, list)
+    columns = {
+        name: [_fresh(value) for _ in texts] for name, value in frame["columns"].items() if name not in _RESERVED
+    }
+    return columns | {
+        "prompts": [_fresh(prompt) for _ in texts],
+        "completions": [[{"role": "assistant", "content": text}] if is_chat else text for text in texts],
+        "completion_ids": [_unpacked(packed) for packed in frame["token_ids"]],
+    }
+
+
+def _fresh(value: Any) -> Any:
+    """A copy, so that a function that changes one prompt in place does not change the others."""
+    if isinstance(value, dict):
+        return {key: _fresh(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_fresh(item) for item in value]
+    return value
+
+
+def _unpacked(packed: bytes) -> list[int]:
+    ids = array.array("I")
+    ids.frombytes(packed)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tolist()
+
+
+def _values(returned: object, num_completions: int) -> list[object]:
+    if not _is_list_like(returned):
+        raise BadReturnError(
+            f"returned {type(returned).__name__}; expected a list of {num_completions} numbers or None"
+        )
+    items: list[object] = list(returned)  # type: ignore[call-overload]
+    if len(items) != num_completions:
+        raise BadReturnError(f"returned {len(items)} values for {num_completions} completions; expected one for each")
+    return [_value(item) for item in items]
+
+
+def _is_list_like(returned: object) -> bool:
+    is_text_or_map = isinstance(returned, str | bytes | dict | set)
+    return not is_text_or_map and hasattr(returned, "__len__") and hasattr(returned, "__iter__")
+
+
+def _value(item: object) -> object:
+    """A finite number, None, or what is wrong with the item."""
+    if item is None:
+        return None
+    convert: Callable[[Any], float] | None = getattr(type(item), "__float__", None)
+    if convert is None:
+        return {"error": f"returned {type(item).__name__} for a completion; expected a number or None"}
+    try:
+        number = float(convert(item))
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        return {"error": f"returned {type(item).__name__} for a completion: {error}"}
+    if not math.isfinite(number) or abs(number) > _FLOAT32_MAX:
+        return {"error": f"returned {number} for a completion; expected a finite number or None"}
+    return number
+
+
+def _run(arguments: Sequence[str]) -> int:
+    return main(int(arguments[0]))
+
+
+if __name__ == "__main__":
+    sys.exit(_run(sys.argv[1:]))

@@ -1,0 +1,27 @@
+"""From what each function said of a completion to its one reward.
+
+In: `RewardResult`s of one completion. Out: its `Score`. A function that does not apply (None) stays
+out of the sum; one that failed decides by the settings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from pipeline.messages import Outcome, RewardResult, Score
+
+_FAILURES = frozenset({Outcome.ERROR, Outcome.TIMEOUT})
+
+
+def combine(parts: Sequence[RewardResult], weights: Sequence[float], on_failure: Literal["unscored", "zero"]) -> Score:
+    """Weighted sum of the functions that apply; None where none applies.
+
+    A failed function makes the sum meaningless: the completion is left unscored or gets 0.
+    """
+    if any(part.outcome in _FAILURES for part in parts):
+        return Score(reward=0.0 if on_failure == "zero" else None, parts=tuple(parts))
+    terms = [weight * part.value for part, weight in zip(parts, weights, strict=True) if part.value is not None]
+    reward = math.fsum(terms) if terms else None
+    return Score(reward=reward, parts=tuple(parts))

@@ -1,0 +1,82 @@
+"""Reward settings, checked: every function exists and can be called as a reward.
+
+In: `[[scoring.rewards]]`. Out: `Reward`s. The check imports the functions in a child process, so
+that neither their imports nor their mistakes reach the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from pipeline.config import RewardSettings
+from pipeline.errors import RewardLoadError
+from pipeline.rewards import frames
+from pipeline.rewards.functions import short_name
+from pipeline.rewards.process import RewardProcess, order_for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """One reward function by name.
+
+    function: as in the settings. weight: factor in the sum. kwargs: passed to every call.
+    """
+
+    name: str
+    function: str
+    weight: float
+    timeout_s: float
+    kwargs: dict[str, object]
+
+
+def load_rewards(settings: Sequence[RewardSettings]) -> list[Reward]:
+    """The rewards of a run, each importable and of the right shape. Raises RewardLoadError."""
+    rewards = name_rewards(settings)
+    # The caller may or may not run an event loop already; a thread of its own serves both.
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        executor.submit(asyncio.run, _check(order(rewards))).result()
+    return rewards
+
+
+def name_rewards(settings: Sequence[RewardSettings]) -> list[Reward]:
+    """The rewards as the settings have them; nothing is imported yet."""
+    if not settings:
+        raise RewardLoadError(
+            'scoring.rewards is empty: name at least one function, for example function = "exact_match" '
+            "in a [[scoring.rewards]] table."
+        )
+    rewards = [
+        Reward(
+            name=reward.name or short_name(reward.function),
+            function=reward.function,
+            weight=reward.weight,
+            timeout_s=reward.timeout_s,
+            kwargs=dict(reward.kwargs),
+        )
+        for reward in settings
+    ]
+    seen: set[str] = set()
+    for reward in rewards:
+        if reward.name in seen:
+            raise RewardLoadError(f"two rewards are called {reward.name!r}: give one of them another `name`.")
+        if not math.isfinite(reward.weight):
+            raise RewardLoadError(f"the weight of reward {reward.name!r} is {reward.weight}: use a finite number.")
+        seen.add(reward.name)
+    return rewards
+
+
+def order(rewards: Sequence[Reward]) -> frames.Frame:
+    """What a reward process is told to load."""
+    return order_for([(reward.function, reward.kwargs) for reward in rewards])
+
+
+async def _check(order: frames.Frame) -> None:
+    process = RewardProcess(order)
+    try:
+        await process.load()
+    finally:
+        process.kill()

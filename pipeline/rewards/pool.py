@@ -1,0 +1,223 @@
+"""Scores of rollouts, from functions that may hang, crash, raise or not apply.
+
+In: `RolloutGroup`s, many at once. Out: one `Score` for each completion. A call that exceeds its
+time-out loses its process, and a new one takes its place; no hang uses up capacity.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import structlog
+
+from pipeline.config import ScoringSettings
+from pipeline.errors import RewardLoadError, RollstreamError
+from pipeline.messages import Completion, Outcome, RewardResult, RolloutGroup, Score
+from pipeline.rewards import frames
+from pipeline.rewards.combining import combine
+from pipeline.rewards.loading import Reward, name_rewards, order
+from pipeline.rewards.process import ProcessDiedError, RewardProcess
+
+_START_DELAYS_S = (0.0, 1.0, 5.0)
+_log = structlog.get_logger()
+
+
+@dataclass(slots=True, kw_only=True)
+class RewardStats:
+    """What one function did so far.
+
+    calls: answered or not. seconds: spent in calls. errors, timeouts: calls that failed as a whole.
+    outcomes: per completion. num_zeros: completions that got exactly 0, which are all OK.
+    """
+
+    calls: int = 0
+    seconds: float = 0.0
+    errors: int = 0
+    timeouts: int = 0
+    num_zeros: int = 0
+    outcomes: Counter[Outcome] = field(default_factory=Counter)
+
+
+class RewardPool:
+    """Runs reward functions in `num_processes` processes, one call at a time in each."""
+
+    def __init__(self, settings: ScoringSettings) -> None:
+        self._settings = settings
+        self._rewards = name_rewards(settings.rewards)
+        self._idle: asyncio.Queue[RewardProcess | RewardLoadError] = asyncio.Queue()
+        self._processes: set[RewardProcess] = set()
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._logged: set[tuple[str, Outcome]] = set()
+        self._is_closed = False
+        self.stats: dict[str, RewardStats] = {reward.name: RewardStats() for reward in self._rewards}
+
+    @property
+    def num_idle(self) -> int:
+        """Processes that wait for a call."""
+        return self._idle.qsize()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the children that live now."""
+        return sorted(process.pid for process in self._processes)
+
+    async def start(self) -> None:
+        """Start the processes and load the functions in each. Raises RewardLoadError."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self._settings.num_processes):
+                    group.create_task(self._add_process())
+        except* RewardLoadError as errors:
+            raise errors.exceptions[0] from None
+
+    async def score(self, rollout: RolloutGroup) -> tuple[Score, ...]:
+        """One score for each completion, in their order. Other calls run at the same time.
+
+        Raises RewardLoadError when no reward process can be started any more.
+        """
+        frame = _call_frame(rollout)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._run(index, frame)) for index in range(len(self._rewards))]
+        except* RollstreamError as errors:
+            raise errors.exceptions[0] from None
+        weights = [reward.weight for reward in self._rewards]
+        by_completion = zip(*(task.result() for task in tasks), strict=True)
+        return tuple(combine(parts, weights, self._settings.on_failure) for parts in by_completion)
+
+    async def close(self) -> None:
+        """End all processes. Calls in flight fail. Safe to call twice."""
+        self._is_closed = True
+        for task in self._replacing:
+            task.cancel()
+        await asyncio.gather(*self._replacing, return_exceptions=True)
+        for process in list(self._processes):
+            self._remove(process)
+
+    async def _run(self, index: int, frame: frames.Frame) -> list[RewardResult]:
+        """One function on one group."""
+        reward, num_completions = self._rewards[index], len(frame["texts"])
+        process = await self._take()
+        started = time.monotonic()
+        has_answered = False
+        try:
+            reply = await process.call(frame | {"reward": index}, reward.timeout_s)
+            has_answered = True
+        except TimeoutError:
+            problem = f"took longer than {reward.timeout_s:g} s"
+            return self._failed(reward, Outcome.TIMEOUT, num_completions, problem)
+        except ProcessDiedError as error:
+            if self._is_closed:
+                raise RollstreamError("the reward pool was closed while it scored a group") from error
+            return self._failed(reward, Outcome.ERROR, num_completions, f"ended its process: {error}")
+        finally:
+            self._give_back(process, is_usable=has_answered)
+            self.stats[reward.name].calls += 1
+            self.stats[reward.name].seconds += time.monotonic() - started
+        return self._results(reward, reply, num_completions)
+
+    def _results(self, reward: Reward, reply: frames.Frame, num_completions: int) -> list[RewardResult]:
+        if "error" in reply:
+            return self._failed(reward, Outcome.ERROR, num_completions, reply["error"], reply["detail"])
+        results = [self._result(reward, value) for value in reply["values"]]
+        self._count(reward, results)
+        return results
+
+    def _result(self, reward: Reward, value: Any) -> RewardResult:
+        if value is None:
+            return RewardResult(name=reward.name, value=None, outcome=Outcome.NONE)
+        if isinstance(value, dict):
+            self._log_once(reward, Outcome.ERROR, value["error"], "")
+            return RewardResult(name=reward.name, value=None, outcome=Outcome.ERROR)
+        return RewardResult(name=reward.name, value=value, outcome=Outcome.OK)
+
+    def _failed(
+        self, reward: Reward, outcome: Outcome, num_completions: int, problem: str, detail: str = ""
+    ) -> list[RewardResult]:
+        """The whole call failed, and with it every completion."""
+        if outcome is Outcome.TIMEOUT:
+            self.stats[reward.name].timeouts += 1
+        else:
+            self.stats[reward.name].errors += 1
+        self._log_once(reward, outcome, problem, detail)
+        results = [RewardResult(name=reward.name, value=None, outcome=outcome)] * num_completions
+        self._count(reward, results)
+        return results
+
+    def _count(self, reward: Reward, results: list[RewardResult]) -> None:
+        stats = self.stats[reward.name]
+        stats.outcomes.update(result.outcome for result in results)
+        stats.num_zeros += sum(result.value == 0 for result in results)
+
+    def _log_once(self, reward: Reward, outcome: Outcome, problem: str, detail: str) -> None:
+        """The first failure of each kind in full; later ones are only counted."""
+        if (reward.name, outcome) in self._logged:
+            return
+        self._logged.add((reward.name, outcome))
+        fields = {"traceback": detail} if detail else {}
+        _log.warning("reward_failed", function=reward.name, outcome=outcome.value, problem=problem, **fields)
+
+    async def _take(self) -> RewardProcess:
+        process = await self._idle.get()
+        if isinstance(process, RewardLoadError):
+            self._idle.put_nowait(process)  # every later call must learn of it too
+            raise process
+        return process
+
+    def _give_back(self, process: RewardProcess, *, is_usable: bool) -> None:
+        if is_usable:
+            self._idle.put_nowait(process)
+            return
+        self._remove(process)
+        if not self._is_closed:
+            task = asyncio.create_task(self._replace())
+            self._replacing.add(task)
+            task.add_done_callback(self._replacing.discard)
+
+    async def _replace(self) -> None:
+        for delay_s in _START_DELAYS_S:
+            await asyncio.sleep(delay_s)
+            try:
+                await self._add_process()
+            except RewardLoadError as error:
+                problem = str(error)
+                _log.warning("reward_process_not_started", problem=problem)
+            else:
+                return
+        self._idle.put_nowait(RewardLoadError(f"no reward process can be started any more: {problem}"))
+
+    async def _add_process(self) -> None:
+        try:
+            process = RewardProcess(order(self._rewards))
+        except OSError as error:
+            raise RewardLoadError(f"a reward process cannot be started: {error}") from error
+        self._processes.add(process)
+        try:
+            await process.load()
+        except BaseException:
+            self._remove(process)
+            raise
+        self._idle.put_nowait(process)
+
+    def _remove(self, process: RewardProcess) -> None:
+        process.kill()
+        self._processes.discard(process)
+
+
+def _call_frame(rollout: RolloutGroup) -> frames.Frame:
+    prompt = rollout.prompt
+    return {
+        "prompt": prompt.prompt,
+        "columns": dict(prompt.columns),
+        "texts": [completion.text for completion in rollout.completions],
+        "token_ids": [_packed_ids(completion) for completion in rollout.completions],
+    }
+
+
+def _packed_ids(completion: Completion) -> bytes:
+    return np.ascontiguousarray(completion.token_ids, dtype="<u4").tobytes()

@@ -1,0 +1,161 @@
+"""One child process with the reward functions loaded, seen from the scorer.
+
+In: calls. Out: answers within the time-out, or an error and a process that is dead for certain.
+Nothing that a reward function starts outlives the scorer, however the scorer ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from pipeline.errors import RewardLoadError
+from pipeline.rewards import frames
+
+LOAD_TIMEOUT_S: Final = 300.0
+_STDERR: Final = 2
+_EXIT_S: Final = 0.2
+
+
+class ProcessDiedError(Exception):
+    """The child ended before it answered."""
+
+
+class RewardProcess:
+    """A process that answers one call at a time.
+
+    A guard (a shell that waits for the scorer's end of a pipe to close) leads the child's process
+    group and kills the whole group when the scorer is gone. It needs no help from the child, which
+    may be stuck in C code with the interpreter locked, and it reaches what the child has started.
+    """
+
+    def __init__(self, order: frames.Frame) -> None:
+        """Start the process; `order` names the functions to load. Does not wait for them."""
+        read_end, self._life = os.pipe()
+        self._guard = _start_guard(read_end)
+        ours, theirs = socket.socketpair()
+        try:
+            self._child = _start_child(theirs, group=self._guard.pid)
+        except BaseException:
+            ours.close()
+            self._end_guard()
+            raise
+        finally:
+            theirs.close()
+        self._sock = ours
+        self._order = order
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child."""
+        return self._child.pid
+
+    async def load(self, timeout_s: float = LOAD_TIMEOUT_S) -> None:
+        """Wait until the functions are loaded. Raises RewardLoadError; the process is dead then."""
+        try:
+            reply = await self.call(self._order, timeout_s)
+        except TimeoutError as error:
+            raise RewardLoadError(f"the reward functions took longer than {timeout_s:g} s to import.") from error
+        except ProcessDiedError as error:
+            raise RewardLoadError(f"importing the reward functions ended their process: {error}.") from error
+        if "error" in reply:
+            self.kill()
+            raise RewardLoadError(str(reply["error"]))
+
+    async def call(self, frame: frames.Frame, timeout_s: float) -> frames.Frame:
+        """The child's answer. Raises TimeoutError or ProcessDiedError.
+
+        After any exception, cancellation included, the process is dead: an answer that comes late
+        would be taken for that of the next call.
+        """
+        loop = asyncio.get_running_loop()
+        self._sock.setblocking(False)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await loop.sock_sendall(self._sock, frames.pack(frame))
+                header = await self._receive(frames.HEADER_BYTES)
+                return frames.unpack(await self._receive(frames.body_length(header)))
+        except TimeoutError:
+            self.kill()
+            raise
+        except OSError as error:
+            raise ProcessDiedError(self._how_it_ended()) from error
+        except BaseException:
+            self.kill()
+            raise
+
+    async def _receive(self, num_bytes: int) -> bytes:
+        loop = asyncio.get_running_loop()
+        parts = bytearray()
+        while len(parts) < num_bytes:
+            part = await loop.sock_recv(self._sock, min(num_bytes - len(parts), 1 << 20))
+            if not part:
+                raise ConnectionResetError("the reward process closed its socket")
+            parts += part
+        return bytes(parts)
+
+    def _how_it_ended(self) -> str:
+        """Kill what is left and say how the child ended by itself, which it did a moment ago."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(timeout=_EXIT_S)
+        code = self._child.returncode
+        self.kill()
+        if code is None:
+            return "it closed its connection"
+        if code >= 0:
+            return f"it exited with code {code}"
+        hint = "; out of memory?" if -code == signal.SIGKILL else ""
+        return f"it was killed by {signal.Signals(-code).name}{hint}"
+
+    def kill(self) -> None:
+        """End the child and all that it has started, now. Safe to call twice."""
+        self._sock.close()
+        self._end_guard()
+        self._child.wait()
+
+    def _end_guard(self) -> None:
+        if self._guard.returncode is None:
+            os.killpg(self._guard.pid, signal.SIGKILL)
+            self._guard.wait()
+            os.close(self._life)
+
+
+def _start_guard(read_end: int) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            ["/bin/sh", "-c", "trap '' INT TERM HUP; read _; kill -KILL 0"],
+            stdin=read_end,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            process_group=0,
+        )
+    finally:
+        os.close(read_end)
+
+
+def _start_child(sock: socket.socket, *, group: int) -> subprocess.Popen[bytes]:
+    # -P keeps the working directory from hiding installed modules; the child appends it instead.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    return subprocess.Popen(
+        [sys.executable, "-u", "-P", "-m", "pipeline.rewards.child", str(sock.fileno())],
+        stdin=subprocess.DEVNULL,
+        stdout=_STDERR,
+        pass_fds=(sock.fileno(),),
+        env=environment,
+        process_group=group,
+    )
+
+
+def order_for(functions: Sequence[tuple[str, dict[str, object]]]) -> frames.Frame:
+    """What a new process is told first: functions with their kwargs, and where else to look for modules."""
+    return {
+        "rewards": [{"function": function, "kwargs": kwargs} for function, kwargs in functions],
+        "path": [os.getcwd()],
+    }
