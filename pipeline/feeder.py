@@ -1,0 +1,110 @@
+"""The feeder: puts prompts on the first stream, never more than admission allows.
+
+In: a prompt source and the trainer's version. Out: prompt groups on `prompts`. The bound on live
+groups bounds every stream behind it, so nothing ever has to be trimmed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from pipeline.messages import PromptGroup
+from pipeline.prompts import PromptSource
+from pipeline.streams import Entry, Streams
+from pipeline.wire import encode
+
+
+def prompt_entry(group: PromptGroup) -> Entry:
+    """The stream entry of a prompt group."""
+    return Entry(
+        group_id=group.group_id,
+        weight_version=group.fed_version,
+        payload=encode(group),
+        is_evaluation=group.is_evaluation,
+    )
+
+
+def stamped(group: PromptGroup, *, version: int, min_version: int) -> PromptGroup:
+    """The group as fed at `version`, to be generated with `min_version` or newer."""
+    return dataclasses.replace(
+        group,
+        fed_version=version,
+        min_version=min_version,
+        hops={**group.hops, "fed": time.time()},
+    )
+
+
+def oldest_useful_version(version: int, num_ahead: int, *, groups_per_step: int, max_staleness: int) -> int:
+    """The oldest weights that may generate a group fed now.
+
+    With `num_ahead` live groups before it the group is trained at version + num_ahead //
+    groups_per_step. Generated with older weights than that minus max_staleness, its tokens would
+    be past the bound before anyone trained on them.
+    """
+    return min(version, max(0, version + num_ahead // groups_per_step - max_staleness))
+
+
+class Feeder:
+    """Feeds one run's training prompts, in order, each once.
+
+    groups_per_step, max_staleness: as in the trainer's settings; they decide which weights are
+    new enough for a prompt.
+    """
+
+    def __init__(self, streams: Streams, source: PromptSource, *, groups_per_step: int, max_staleness: int) -> None:
+        self._streams = streams
+        self._source = source
+        self._groups_per_step = groups_per_step
+        self._max_staleness = max_staleness
+        self._refused: deque[PromptGroup] = deque()
+        self._has_ended = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the data set has no more prompts to give."""
+        return self._has_ended and not self._refused
+
+    @property
+    def cursor(self) -> int:
+        """Ordinal of the next group to be fed."""
+        return self._refused[0].ordinal if self._refused else self._source.cursor
+
+    async def top_up(self, *, version: int, limit: int) -> int:
+        """Feed until `limit` groups are live or the data ends. Returns how many were fed."""
+        live = (await self._streams.ledger()).live
+        groups = [
+            stamped(group, version=version, min_version=self._min_version(version, live + position))
+            for position, group in enumerate(self._take(limit - live))
+        ]
+        if not groups:
+            return 0
+        accepted = await self._streams.feed([prompt_entry(group) for group in groups], limit=limit)
+        self._refused.extendleft(reversed(groups[accepted:]))
+        return accepted
+
+    def again(self, groups: Sequence[PromptGroup], *, version: int) -> list[Entry]:
+        """Entries that feed the prompts of dropped groups once more, under new ids."""
+        return [
+            prompt_entry(
+                dataclasses.replace(stamped(group, version=version, min_version=version), group_id=f"{group.group_id}+")
+            )
+            for group in groups
+        ]
+
+    def _min_version(self, version: int, num_ahead: int) -> int:
+        return oldest_useful_version(
+            version, num_ahead, groups_per_step=self._groups_per_step, max_staleness=self._max_staleness
+        )
+
+    def _take(self, wanted: int) -> list[PromptGroup]:
+        taken: list[PromptGroup] = []
+        while len(taken) < wanted:
+            group = self._refused.popleft() if self._refused else self._source.next_group(0, 0)
+            if group is None:
+                self._has_ended = True
+                break
+            taken.append(group)
+        return taken

@@ -1,0 +1,139 @@
+"""What a trainer tells the world about each step: log line, records, trackers, metrics, status.
+
+In: the step's groups and numbers. Out: one line to read, one row in metrics.jsonl, Prometheus
+series and the status that `rollstream status` shows. It never influences training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from pipeline.config import Config
+from pipeline.evaluation import EvaluationReport
+from pipeline.lifecycle import WorkerContext
+from pipeline.messages import ScoredGroup
+from pipeline.recorder import Recorder
+from pipeline.recovery import TrainerState
+from pipeline.staleness import assess
+from pipeline.streams import DropReason
+from pipeline.tracking import create_trackers
+
+_WAITING_SHARE = 0.2
+
+
+class Progress:
+    """Reports one trainer's steps."""
+
+    def __init__(self, context: WorkerContext, config: Config) -> None:
+        self._context = context
+        self._config = config
+        self._recorder = Recorder(config.run_dir, "trainer")
+        self._trackers = create_trackers(
+            config.tracking, config.run_dir, config.run.name, config.model_dump(mode="json")
+        )
+        self._started = time.monotonic()
+        self._last_step_at = self._started
+        self._dropped: Counter[DropReason] = Counter()
+        self._tokens = 0
+
+    def step(
+        self,
+        state: TrainerState,
+        groups: Sequence[ScoredGroup],
+        metrics: Mapping[str, float],
+        *,
+        waited_s: float,
+        step_s: float,
+        dropped: Counter[DropReason],
+    ) -> None:
+        """One optimiser step is done."""
+        now = time.monotonic()
+        tokens = sum(len(completion) for group in groups for completion in group.rollout.completions)
+        wall_s = now - self._last_step_at
+        self._last_step_at = now
+        self._tokens += tokens
+        row = {
+            **metrics,
+            "weight_version": float(state.version),
+            "groups": float(len(groups)),
+            "trained_tokens": float(tokens),
+            "step_s": step_s,
+            "waited_s": waited_s,
+            "wall_s": wall_s,
+            "run_s": now - self._started,
+            "tokens_per_s": tokens / max(wall_s, 1e-9),
+            **{f"dropped_{reason.value}": float(count) for reason, count in dropped.items()},
+        }
+        self._recorder.metrics(state.step, row)
+        self._recorder.samples(state.step, groups[: self._config.tracking.samples_per_step])
+        for tracker in self._trackers:
+            tracker.log(state.step, row)
+        self._observe(state, groups, row, dropped)
+        limit = "generation or scoring" if waited_s > _WAITING_SHARE * wall_s else "training"
+        self._context.set_status(
+            step=state.step,
+            reward_mean=row.get("reward_mean"),
+            tokens_per_s=row["tokens_per_s"],
+            staleness_mean=row.get("staleness_mean"),
+            limited_by=limit,
+        )
+        self._context.log.info(
+            "step",
+            step=state.step,
+            reward=_rounded(row.get("reward_mean")),
+            tokens_per_s=round(row["tokens_per_s"]),
+            staleness=_rounded(row.get("staleness_mean")),
+            weight_version=state.version,
+            limited_by=limit,
+        )
+
+    def _observe(
+        self,
+        state: TrainerState,
+        groups: Sequence[ScoredGroup],
+        row: Mapping[str, float],
+        dropped: Counter[DropReason],
+    ) -> None:
+        metrics = self._context.metrics
+        metrics.step.set(state.step)
+        metrics.step_seconds.observe(row["step_s"])
+        metrics.busy_seconds_total.inc(row["step_s"])
+        metrics.idle_seconds_total.labels(cause="no_input").inc(row["waited_s"])
+        metrics.groups_in_total.inc(row["groups"])
+        metrics.tokens_in_total.inc(row["trained_tokens"])
+        if "reward_mean" in row:
+            metrics.reward_mean.set(row["reward_mean"])
+        for reason, count in (dropped - self._dropped).items():
+            metrics.dropped_total.labels(reason=reason.value).inc(count)
+        self._dropped = dropped.copy()
+        for group in groups:
+            for ages in assess(group, int(row["trainer_version"]), self._config.staleness).token_ages:
+                metrics.observe_staleness(ages)
+
+    def evaluation(self, step: int, report: EvaluationReport) -> None:
+        """One evaluation round is complete."""
+        row = report.as_metrics()
+        self._recorder.metrics(step, row)
+        for tracker in self._trackers:
+            tracker.log(step, row)
+        self._context.set_status(eval_reward=report.reward_mean, eval_weight_version=report.weight_version_max)
+        self._context.log.info(
+            "evaluation",
+            step=step,
+            weight_version=report.weight_version_max,
+            reward=_rounded(report.reward_mean),
+            prompts=report.num_groups,
+            **{name: _rounded(value) for name, value in report.rewards.items()},
+        )
+
+    def close(self) -> None:
+        """Flush records and trackers."""
+        self._recorder.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

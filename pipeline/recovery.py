@@ -1,0 +1,114 @@
+"""What a trainer finds when it starts and leaves when it stops.
+
+In: the newest checkpoint, and what Redis still knows of the run. Out: the state to go on from,
+with a version that never goes backwards; groups trained into weights that were lost are fed
+again. A run directory and a run in Redis that do not belong together are refused, never mixed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.checkpoints import Checkpoints
+from pipeline.errors import RunConflictError
+from pipeline.learner import Learner
+from pipeline.lifecycle import WorkerContext
+
+_LOCK_WAIT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """Where training stands.
+
+    step: optimiser steps done. version: of the current weights. cursor: ordinal of the next group
+    to be fed. uncommitted: ids trained since the last checkpoint.
+    """
+
+    step: int
+    version: int
+    cursor: int
+    uncommitted: tuple[str, ...] = ()
+
+    def after_step(self, group_ids: Sequence[str]) -> TrainerState:
+        """One more step, with these groups in it."""
+        return dataclasses.replace(self, step=self.step + 1, uncommitted=(*self.uncommitted, *group_ids))
+
+    def after_publish(self) -> TrainerState:
+        """The next version."""
+        return dataclasses.replace(self, version=self.version + 1)
+
+    def with_cursor(self, cursor: int) -> TrainerState:
+        """Feeding goes on at `cursor`."""
+        return dataclasses.replace(self, cursor=cursor)
+
+
+class Recovery:
+    """Claims the run for one trainer, restores it and saves it."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._checkpoints = Checkpoints(context.config.run_dir / "checkpoints", context.config.checkpoint)
+
+    async def become_the_trainer(self) -> None:
+        """Wait until no other trainer holds the run. Raises RunConflictError for a foreign run."""
+        context = self._context
+        while not await context.fleet.acquire_trainer(context.worker_id, context.config.queues.lease_s):
+            context.waiting_for("another trainer of this run to end")
+            await context.wait_for_any(timeout_s=_LOCK_WAIT_S)
+            if context.draining.is_set():
+                raise asyncio.CancelledError
+        context.waiting_for(None)
+        context.keep_trainer_lock()
+        await self._check_identity()
+
+    async def _check_identity(self) -> None:
+        """What was fed in Redis must have been fed by the run of this directory."""
+        context = self._context
+        path = context.config.run_dir / "run.json"
+        ours = json.loads(path.read_text())["run_id"] if path.exists() else None
+        has_been_fed = (await context.streams.ledger()).fed > 0
+        if has_been_fed and ours != context.run_id:
+            raise RunConflictError(
+                f"run.name = {context.config.run.name!r}: Redis holds groups of another run of this name, which does "
+                f"not belong to {context.config.run_dir}. Choose another run.name, or remove what is left of it with "
+                f"`rollstream reset --run {context.config.run.name}`"
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"run_id": context.run_id, "run": context.config.run.name}) + "\n")
+
+    async def restore(self, learner: Learner) -> TrainerState:
+        """The state to go on from; the learner holds its weights."""
+        context = self._context
+        checkpoint = None
+        if context.config.checkpoint.resume == "auto":
+            checkpoint = await asyncio.to_thread(self._checkpoints.latest)
+        known_version = await context.fleet.version()
+        fed = await context.streams.next_ordinal()
+        if checkpoint is None:
+            state = TrainerState(step=0, version=0, cursor=fed)
+        else:
+            await asyncio.to_thread(checkpoint.restore, learner)
+            saved = checkpoint.state
+            state = TrainerState(step=saved["step"], version=saved["version"], cursor=max(fed, saved["cursor"]))
+        num_again = await context.streams.refeed_uncommitted()
+        if known_version is not None:
+            state = dataclasses.replace(state, version=max(known_version, state.version) + 1)
+        if checkpoint is not None or known_version is not None:
+            context.log.info(
+                "resumed", step=state.step, weight_version=state.version, cursor=state.cursor, fed_again=num_again
+            )
+        return state
+
+    async def save(self, learner: Learner, state: TrainerState) -> TrainerState:
+        """Write a checkpoint, then commit the groups whose effect it holds."""
+        context = self._context
+        content = {"step": state.step, "version": state.version, "cursor": state.cursor}
+        path = await asyncio.to_thread(self._checkpoints.save, state.step, learner=learner, state=content)
+        await context.streams.commit(state.uncommitted)
+        context.log.info("checkpoint_written", step=state.step, path=str(path))
+        return dataclasses.replace(state, uncommitted=())

@@ -1,0 +1,163 @@
+"""Messages survive the wire unchanged, and nothing invalid comes off it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from pipeline.errors import MessageError
+from pipeline.messages import (
+    Completion,
+    FinishReason,
+    PromptGroup,
+    RolloutGroup,
+    SamplingMask,
+    Score,
+    ScoredGroup,
+    VersionSpan,
+)
+from pipeline.wire import decode, encode
+from tests.groups import make_completion, make_prompt, make_rollout, make_scored
+
+LARGEST_ID = 2**32 - 1
+
+
+@st.composite
+def completions(draw: st.DrawFn) -> Completion:
+    length = draw(st.integers(1, 20))
+    starts = sorted({0, *draw(st.lists(st.integers(0, length - 1), max_size=3))})
+    versions = sorted(draw(st.sets(st.integers(0, 2**40), min_size=len(starts), max_size=len(starts))))
+    num_kept = draw(hnp.arrays(np.uint32, length, elements=st.integers(1, 3)))
+    total = int(num_kept.sum())
+    return Completion(
+        token_ids=draw(hnp.arrays(np.uint32, length, elements=st.integers(0, LARGEST_ID))),
+        generator_logprobs=draw(hnp.arrays(np.float32, length, elements=st.floats(width=32))),
+        loss_mask=draw(hnp.arrays(np.uint8, length, elements=st.integers(0, 1))),
+        spans=tuple(
+            VersionSpan(weight_version=version, first_token=first)
+            for version, first in zip(versions, starts, strict=True)
+        ),
+        finish_reason=draw(st.sampled_from(FinishReason)),
+        text=draw(st.text(st.characters(codec="utf-8"), max_size=20)),
+        sampling_mask=draw(
+            st.none() | st.just(SamplingMask(kept_ids=np.arange(total, dtype=np.uint32), num_kept=num_kept))
+        ),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(completions(), min_size=1, max_size=3), st.data())
+def test_every_valid_group_comes_back_as_it_was(items: list[Completion], data: st.DataObject) -> None:
+    prompt = make_prompt(3, group_size=len(items), columns={"answer": "x", "tags": [1, None, {"a": True}]})
+    floats = st.none() | st.floats(allow_nan=False, allow_infinity=False)
+    rollout = RolloutGroup(prompt=prompt, completions=tuple(items), generator="g", hops={"generated": 1.5})
+    scores = tuple(
+        Score(reward=data.draw(floats), token_rewards=np.ones(len(item), dtype=np.float32)) for item in items
+    )
+    group = ScoredGroup(rollout=rollout, scores=scores, scorer="s")
+    payload = encode(group)
+    back = decode(payload, ScoredGroup)
+    assert encode(back) == payload
+    for sent, received in zip(items, back.rollout.completions, strict=True):
+        assert received.token_ids.tolist() == sent.token_ids.tolist()
+        np.testing.assert_array_equal(received.generator_logprobs, sent.generator_logprobs)
+        assert received.spans == sent.spans
+        assert received.text == sent.text
+    assert [score.reward for score in back.scores] == [score.reward for score in scores]
+    assert back.rollout.prompt.columns == prompt.columns
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_damaged_payload_is_refused_or_still_valid_but_never_crashes(data: st.DataObject) -> None:
+    payload = bytearray(encode(make_scored(make_prompt(), [1.0, None])))
+    for _ in range(data.draw(st.integers(1, 4))):
+        payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(payload)))
+    for damaged in (bytes(payload), bytes(payload[:cut])):
+        try:
+            decode(damaged, ScoredGroup)
+        except MessageError:
+            continue
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused(payload: bytes) -> None:
+    with pytest.raises(MessageError):
+        decode(payload, PromptGroup)
+
+
+def test_a_payload_over_the_limit_is_refused_before_it_is_decoded() -> None:
+    with pytest.raises(MessageError, match="max_payload_bytes = 10"):
+        decode(b"x" * 11, PromptGroup, max_bytes=10)
+
+
+def test_another_schema_version_is_named() -> None:
+    with pytest.raises(MessageError, match="schema version 99"):
+        decode(msgpack.packb({"schema": 99, "kind": "prompt", "body": {}}), PromptGroup)
+
+
+def test_a_group_of_another_stage_is_named() -> None:
+    with pytest.raises(MessageError, match="'prompt', expected 'scored'"):
+        decode(encode(make_prompt()), ScoredGroup)
+
+
+def _rollout_with(completion: Completion) -> bytes:
+    prompt = make_prompt(group_size=1)
+    return encode(RolloutGroup(prompt=prompt, completions=(completion,), generator="g"))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"spans": ()}, "no version span"),
+        ({"spans": (VersionSpan(weight_version=0, first_token=1),)}, "do not start at token 0"),
+        ({"spans": (VersionSpan(weight_version=-1, first_token=0),)}, "do not start at token 0"),
+        (
+            {"spans": tuple(VersionSpan(weight_version=v, first_token=f) for v, f in [(2, 0), (1, 2)])},
+            "go backwards",
+        ),
+        (
+            {"spans": tuple(VersionSpan(weight_version=v, first_token=f) for v, f in [(0, 0), (1, 4)])},
+            "behind the last",
+        ),
+        ({"generator_logprobs": np.zeros(3, dtype=np.float32)}, "generator_logprobs and token_ids differ"),
+        ({"loss_mask": np.full(4, 2, dtype=np.uint8)}, "something else than 0 and 1"),
+        ({"token_ids": np.zeros(0, dtype=np.uint32)}, "without tokens"),
+    ],
+)
+def test_a_completion_that_contradicts_itself_is_refused(change: dict[str, object], problem: str) -> None:
+    completion = dataclasses.replace(make_completion(4), **change)  # type: ignore[arg-type]
+    with pytest.raises(MessageError, match=problem):
+        decode(_rollout_with(completion), RolloutGroup)
+
+
+def test_a_group_with_a_completion_missing_is_refused() -> None:
+    rollout = make_rollout(make_prompt(group_size=3))
+    short = dataclasses.replace(rollout, completions=rollout.completions[:2])
+    with pytest.raises(MessageError, match="2 completions, expected 3"):
+        decode(encode(short), RolloutGroup)
+
+
+def test_a_reward_that_is_not_finite_is_refused() -> None:
+    with pytest.raises(MessageError, match="not finite"):
+        decode(encode(make_scored(make_prompt(), [1.0, float("nan")])), ScoredGroup)
+
+
+def test_a_logprob_that_is_not_finite_travels_for_the_trainer_to_mask() -> None:
+    completion = dataclasses.replace(
+        make_completion(2), generator_logprobs=np.array([-np.inf, np.nan], dtype=np.float32)
+    )
+    back = decode(_rollout_with(completion), RolloutGroup)
+    assert not np.isfinite(back.completions[0].generator_logprobs).any()
+
+
+def test_token_versions_follow_the_spans() -> None:
+    completion = make_completion(6, spans=[(3, 0), (4, 2), (7, 5)])
+    assert completion.token_versions.tolist() == [3, 3, 4, 4, 4, 7]

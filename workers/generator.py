@@ -1,0 +1,143 @@
+"""A generator: prompts in, completions out, weights replaced while it goes.
+
+In: `PromptGroup`s and verified weights. Out: `RolloutGroup`s. It claims nothing before its
+weights are new enough, and every token says which weights sampled it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from pipeline.config import Config
+from pipeline.engines import GenerationEngine
+from pipeline.engines.registry import create_engine
+from pipeline.errors import WeightError
+from pipeline.keys import Stream
+from pipeline.lifecycle import WorkerContext, run_worker
+from pipeline.messages import PromptGroup, RolloutGroup
+from pipeline.stage import HandBack, Stage
+from pipeline.streams import Entry, Lease
+from pipeline.weights import WeightSubscriber
+from pipeline.wire import decode, encode
+
+_FRESHNESS_WAIT_S = 0.5
+
+
+class GenerationWork:
+    """Completes prompt groups on one engine."""
+
+    def __init__(self, context: WorkerContext, engine: GenerationEngine) -> None:
+        self._context = context
+        self._engine = engine
+        self._group_size = context.config.generation.group_size
+        self.version_changed = asyncio.Event()
+
+    def capacity(self) -> int:
+        """Groups for which there are free slots; one more than fits when nothing runs."""
+        free = self._engine.max_num_seqs - self._engine.num_unfinished_seqs
+        if self._engine.num_unfinished_seqs == 0:
+            return max(1, free // self._group_size)
+        return free // self._group_size
+
+    async def process(self, lease: Lease) -> Entry:
+        """The rollout. Raises MessageError, EngineError."""
+        context = self._context
+        claimed = time.time()
+        prompt = decode(lease.payload, PromptGroup, max_bytes=context.config.queues.max_payload_bytes)
+        await self._until_version(prompt.min_version)
+        completions = await self._engine.generate(prompt)
+        rollout = RolloutGroup(
+            prompt=prompt,
+            completions=completions,
+            generator=context.worker_id,
+            hops={"generator_claimed": claimed, "generated": time.time()},
+        )
+        context.metrics.tokens_in_total.inc(len(prompt.prompt_token_ids))
+        context.metrics.tokens_out_total.inc(sum(len(completion) for completion in completions))
+        return Entry(
+            group_id=lease.group_id,
+            weight_version=min(completion.spans[0].weight_version for completion in completions),
+            payload=encode(rollout),
+            is_evaluation=prompt.is_evaluation,
+        )
+
+    async def _until_version(self, min_version: int) -> None:
+        """Waits for weights that this prompt allows; hands it back when they do not come."""
+        patience = time.monotonic() + self._context.config.queues.lease_s
+        while (version := self._engine.weight_version) is None or version < min_version:
+            if self._context.draining.is_set() or time.monotonic() > patience:
+                raise HandBack(f"needs weights of version {min_version}, serving {version}")
+            self.version_changed.clear()
+            await self._context.wait_for_any(self.version_changed, timeout_s=_FRESHNESS_WAIT_S)
+
+    async def may_claim(self) -> None:
+        """Returns when the engine's weights suffice for the prompts that are being fed."""
+        context = self._context
+        while not context.draining.is_set() and not self._is_fresh():
+            started = time.monotonic()
+            context.waiting_for(self._missing_weights())
+            self.version_changed.clear()
+            await context.wait_for_any(self.version_changed, timeout_s=_FRESHNESS_WAIT_S)
+            context.metrics.idle_seconds_total.labels(cause="stale_weights").inc(time.monotonic() - started)
+        context.waiting_for(None)
+
+    def _is_fresh(self) -> bool:
+        version = self._engine.weight_version
+        oldest_allowed = (self._context.run_version or 0) - self._context.config.staleness.max_staleness
+        return version is not None and version >= oldest_allowed
+
+    def _missing_weights(self) -> str:
+        if self._context.run_version is None:
+            return "a trainer that publishes weights"
+        return f"weights of version {self._context.run_version} (serving {self._engine.weight_version})"
+
+
+async def follow_weights(context: WorkerContext, engine: GenerationEngine, work: GenerationWork) -> None:
+    """Apply every new version that arrives, for as long as the generator lives."""
+    subscriber = WeightSubscriber(context.config.weights, resolve=context.fleet.endpoints)
+    newest_seen = engine.weight_version
+    metrics = context.metrics
+    try:
+        while True:
+            state = await subscriber.next(newest_seen)
+            newest_seen = state.weight_version
+            started = time.monotonic()
+            try:
+                pause_s = await engine.apply_weights(state)
+            except WeightError as error:
+                metrics.weight_failures_total.inc()
+                context.log.error("weights_refused", weight_version=state.weight_version, reason=str(error))
+                continue
+            metrics.weight_bytes_total.inc(state.num_bytes)
+            metrics.weight_pause_seconds.observe(pause_s)
+            metrics.weight_apply_seconds.observe(time.monotonic() - started)
+            metrics.weight_version.set(state.weight_version)
+            context.set_status(weight_version=state.weight_version)
+            context.set_ready(True)
+            work.version_changed.set()
+            context.log.debug("weights_applied", weight_version=state.weight_version, pause_s=round(pause_s, 4))
+    finally:
+        await subscriber.close()
+
+
+async def body(context: WorkerContext) -> None:
+    """Generate until drained."""
+    engine = create_engine(context.config)
+    context.waiting_for("its model to load")
+    await engine.start()
+    context.waiting_for(None)
+    work = GenerationWork(context, engine)
+    try:
+        async with asyncio.TaskGroup() as group:
+            follower = group.create_task(follow_weights(context, engine, work))
+            stage = Stage(context, source=Stream.PROMPTS, target=Stream.ROLLOUTS, work=work)
+            await stage.run(may_claim=work.may_claim)
+            follower.cancel()
+    finally:
+        await engine.close()
+
+
+def main(config: Config) -> int:
+    """Exit code of a generator process."""
+    return run_worker("generator", config, body)

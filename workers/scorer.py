@@ -1,0 +1,83 @@
+"""A scorer: rollouts in, rewards out.
+
+In: `RolloutGroup`s. Out: `ScoredGroup`s. Reward functions run in processes of their own; this one
+imports neither torch nor vllm.
+"""
+
+from __future__ import annotations
+
+import time
+
+from pipeline.config import Config
+from pipeline.keys import Stream
+from pipeline.lifecycle import WorkerContext, run_worker
+from pipeline.messages import Outcome, RolloutGroup, Score, ScoredGroup
+from pipeline.rewards import RewardPool
+from pipeline.stage import Stage
+from pipeline.streams import Entry, Lease
+from pipeline.wire import decode, encode
+
+
+class ScoringWork:
+    """Scores groups in a pool of reward processes."""
+
+    def __init__(self, context: WorkerContext, pool: RewardPool) -> None:
+        self._context = context
+        self._pool = pool
+        self._num_in_work = 0
+        # One group more than there are processes, so that none waits for a round trip to Redis.
+        self._max_in_work = context.config.scoring.num_processes + 1
+
+    def capacity(self) -> int:
+        """Groups that can be taken on now."""
+        return self._max_in_work - self._num_in_work
+
+    async def process(self, lease: Lease) -> Entry:
+        """The scored group. Raises MessageError."""
+        context = self._context
+        self._num_in_work += 1
+        try:
+            rollout = decode(lease.payload, RolloutGroup, max_bytes=context.config.queues.max_payload_bytes)
+            claimed = time.time()
+            scores = await self._pool.score(rollout)
+        finally:
+            self._num_in_work -= 1
+        self._count(rollout, scores)
+        scored = ScoredGroup(
+            rollout=rollout,
+            scores=scores,
+            scorer=context.worker_id,
+            hops={"scorer_claimed": claimed, "scored": time.time()},
+        )
+        return Entry(
+            group_id=lease.group_id,
+            weight_version=min(completion.spans[0].weight_version for completion in rollout.completions),
+            payload=encode(scored),
+            is_evaluation=rollout.prompt.is_evaluation,
+        )
+
+    def _count(self, rollout: RolloutGroup, scores: tuple[Score, ...]) -> None:
+        metrics = self._context.metrics
+        metrics.tokens_in_total.inc(sum(len(completion) for completion in rollout.completions))
+        for score in scores:
+            for part in score.parts:
+                metrics.reward_calls_total.labels(function=part.name, outcome=part.outcome.value).inc()
+                if part.outcome is Outcome.OK and part.value is not None:
+                    metrics.reward_value.labels(function=part.name).observe(part.value)
+
+
+async def body(context: WorkerContext) -> None:
+    """Score until drained."""
+    pool = RewardPool(context.config.scoring)
+    await pool.start()
+    try:
+        context.set_ready(True)
+        work = ScoringWork(context, pool)
+        await Stage(context, source=Stream.ROLLOUTS, target=Stream.SCORED, work=work).run()
+    finally:
+        await pool.close()
+
+
+def main(config: Config) -> int:
+    """Exit code of a scorer process."""
+    return run_worker("scorer", config, body)

@@ -1,0 +1,201 @@
+"""The trainer: scored groups in, new weights out.
+
+    feed        version, live groups            -> prompts            waits for: freed slots
+    collect     scored                          -> held groups        waits for: scorers
+    train       a batch of held groups          -> weights, version+1 waits for: a full batch
+    publish     weights                         -> weight channel     waits for: nothing
+    finish      the batch                       -> ledger, free slots waits for: nothing
+
+One trainer per run. The version rises before slots are freed, so that a prompt is never stamped
+with weights that are about to be replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from pipeline.collector import Collector, HeldGroup
+from pipeline.config import Config
+from pipeline.evaluation import EvaluationReport, Evaluator
+from pipeline.feeder import Feeder
+from pipeline.learner import Learner, load_learner
+from pipeline.lifecycle import WorkerContext, run_worker
+from pipeline.progress import Progress
+from pipeline.recovery import Recovery, TrainerState
+from pipeline.run_data import RunData, load_run_data
+from pipeline.weights import WeightPublisher
+
+_FEED_WAIT_S = 0.5
+
+
+class Trainer:
+    """One run's training, from the first prompt to the last step."""
+
+    def __init__(self, context: WorkerContext, learner: Learner, data: RunData, recovery: Recovery) -> None:
+        config = context.config
+        self._context = context
+        self._config = config
+        self._learner = learner
+        self._data = data
+        self._recovery = recovery
+        self._publisher = WeightPublisher(config.weights)
+        self._progress = Progress(context, config)
+        self._evaluator = Evaluator(context.streams)
+        self._feeder = Feeder(
+            context.streams,
+            data.source,
+            groups_per_step=config.trainer.groups_per_step,
+            max_staleness=config.staleness.max_staleness,
+        )
+        self._collector = Collector(
+            context.streams,
+            context.keeper,
+            self._feeder,
+            groups_per_step=config.trainer.groups_per_step,
+            max_payload_bytes=config.queues.max_payload_bytes,
+            staleness=config.staleness,
+            algorithm=config.algorithm,
+            on_evaluation=self._evaluator.receive,
+        )
+        self._state = TrainerState(step=0, version=0, cursor=0)
+        self._slots_freed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Train to the last step or the end of the data; then stop the run."""
+        self._state = await self._recovery.restore(self._learner)
+        self._data.source.cursor = self._state.cursor
+        try:
+            await self._context.fleet.set_endpoints(self._publisher.start())
+            await self._publish()
+            self._context.set_ready(True)
+            async with asyncio.TaskGroup() as group:
+                helpers = [group.create_task(self._feed()), group.create_task(self._collector.run())]
+                ended = await self._train()
+                for helper in helpers:
+                    helper.cancel()
+            await self._save()
+            if ended:
+                await self._context.fleet.stop(ended)
+        finally:
+            self._publisher.close()
+            self._progress.close()
+
+    async def _train(self) -> str | None:
+        """All steps. Returns why the run has ended, or None when this trainer was drained."""
+        settings = self._config.evaluation
+        await self._evaluate(wanted=settings.at_start and self._state.step == 0, wait=False)
+        while not self._context.draining.is_set():
+            if self._has_done_all_steps():
+                await self._evaluate(wanted=settings.at_end, wait=True)
+                return f"all {self._state.step} steps are done"
+            await self._context.wait_while_paused()
+            started = time.monotonic()
+            batch = await self._next_batch()
+            if batch is None:
+                continue
+            if not batch:
+                await self._evaluate(wanted=settings.at_end, wait=True)
+                return "the data has ended"
+            await self._step(batch, waited_s=time.monotonic() - started)
+            every = settings.every_steps
+            is_due = every > 0 and self._state.step % every == 0 and not self._has_done_all_steps()
+            await self._evaluate(wanted=is_due, wait=False)
+        return None
+
+    async def _next_batch(self) -> list[HeldGroup] | None:
+        """A batch; empty at the end of the data; None when drained while waiting."""
+        waiting = asyncio.ensure_future(self._collector.next_batch(self._state.version, on_wait=self._say_waiting))
+        draining = asyncio.ensure_future(self._context.draining.wait())
+        try:
+            await asyncio.wait([waiting, draining], return_when=asyncio.FIRST_COMPLETED)
+            return waiting.result() if waiting.done() else None
+        finally:
+            waiting.cancel()
+            draining.cancel()
+            self._context.waiting_for(None)
+
+    def _say_waiting(self) -> None:
+        self._slots_freed.set()
+        self._context.waiting_for("scored groups")
+
+    async def _step(self, batch: Sequence[HeldGroup], *, waited_s: float) -> None:
+        groups = [held.group for held in batch]
+        started = time.monotonic()
+        metrics = await asyncio.to_thread(self._learner.step, groups, trainer_version=self._state.version)
+        step_s = time.monotonic() - started
+        self._state = self._state.after_step([held.lease.group_id for held in batch])
+        if self._state.step % self._config.weights.publish_every == 0 or self._has_done_all_steps():
+            self._state = self._state.after_publish()
+            await self._publish()
+        num_refused = await self._collector.finish(batch)
+        self._slots_freed.set()
+        self._context.metrics.refused_total.inc(num_refused)
+        self._progress.step(
+            self._state, groups, metrics, waited_s=waited_s, step_s=step_s, dropped=self._collector.dropped
+        )
+        self._record(self._evaluator.take_reports())
+        every = self._config.checkpoint.every_steps
+        if every > 0 and self._state.step % every == 0 and not self._has_done_all_steps():
+            await self._save()
+
+    async def _publish(self) -> None:
+        version = self._state.version
+        started = time.monotonic()
+        state = await asyncio.to_thread(self._learner.export_weights, version)
+        await asyncio.to_thread(self._publisher.publish, state)
+        await self._context.fleet.set_version(version)
+        self._context.metrics.weight_publish_seconds.observe(time.monotonic() - started)
+        self._context.metrics.weight_version.set(version)
+        self._context.set_status(weight_version=version, step=self._state.step)
+
+    async def _feed(self) -> None:
+        while True:
+            self._slots_freed.clear()
+            limit = self._config.admission_limit
+            if self._config.trainer.max_steps > 0:
+                remaining = self._config.trainer.max_steps - self._state.step
+                limit = min(limit, remaining * self._config.trainer.groups_per_step)
+            await self._feeder.top_up(version=self._state.version, limit=limit)
+            await self._context.wait_for_any(self._slots_freed, timeout_s=_FEED_WAIT_S)
+
+    async def _evaluate(self, *, wanted: bool, wait: bool) -> None:
+        if not wanted:
+            return
+        version = self._state.version
+        await self._evaluator.start(self._data.evaluation_groups(version), version)
+        if wait:
+            self._context.waiting_for("evaluation of the final weights")
+            await self._context.unless_draining(self._evaluator.wait(version))
+            self._context.waiting_for(None)
+            self._record(self._evaluator.take_reports())
+
+    def _record(self, reports: Sequence[EvaluationReport]) -> None:
+        for report in reports:
+            self._progress.evaluation(self._state.step, report)
+
+    async def _save(self) -> None:
+        """Write a checkpoint, then commit the groups whose effect it holds."""
+        self._state = self._state.with_cursor(self._feeder.cursor)
+        self._state = await self._recovery.save(self._learner, self._state)
+
+    def _has_done_all_steps(self) -> bool:
+        return 0 < self._config.trainer.max_steps <= self._state.step
+
+
+async def body(context: WorkerContext) -> None:
+    """Train until the run has ended or the worker drains."""
+    config = context.config
+    recovery = Recovery(context)
+    await recovery.become_the_trainer()
+    context.waiting_for("its model to load")
+    data = await asyncio.to_thread(load_run_data, config)
+    learner = await asyncio.to_thread(load_learner, config)
+    context.waiting_for(None)
+    await Trainer(context, learner, data, recovery).run()
+
+
+def main(config: Config) -> int:
+    """Exit code of a trainer process."""
+    return run_worker("trainer", config, body)
