@@ -23,15 +23,21 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """One process. name: as in `generator-1`. environ: added to the supervisor's own.
+    """One process. name: as in `generator-1`.
 
+    environ: added to the supervisor's own environment. unset: variables taken away from it.
     ends_run: when it exits with 0 the run is over and the others are drained.
     """
 
     name: str
     argv: tuple[str, ...]
     environ: Mapping[str, str] = field(default_factory=dict)
+    unset: tuple[str, ...] = ()
     ends_run: bool = False
+
+    def full_environ(self) -> dict[str, str]:
+        inherited = {name: value for name, value in os.environ.items() if name not in self.unset}
+        return {**inherited, "PYTHONUNBUFFERED": "1", **self.environ, "ROLLSTREAM_PARENT_PID": str(os.getpid())}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +153,7 @@ class Supervisor:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **spec.environ, "ROLLSTREAM_PARENT_PID": str(os.getpid())},
+            env=spec.full_environ(),
             start_new_session=True,
         )
         self._processes[spec.name] = process

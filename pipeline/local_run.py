@@ -1,0 +1,145 @@
+"""A whole run on this machine: its directory, its server, its worker processes.
+
+In: settings and numbers of workers. Out: a `Supervisor` for them. `up` and `demo` are thin around
+it. The settings reach the workers in one file in the run's directory; the server's address, which
+may hold a password, reaches them in the environment only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from pipeline.config import Config
+from pipeline.config_files import show
+from pipeline.cores import available_cores, gpu_environ, thread_environ, visible_gpus
+from pipeline.embedded import EmbeddedServer
+from pipeline.errors import ConfigError
+from pipeline.server_address import announce_server, with_url, withdraw_server
+from pipeline.supervisor import RestartPolicy, Supervisor, WorkerExit, WorkerSpec
+
+_KILL_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crew:
+    """How many workers of each kind; there is always one trainer."""
+
+    num_generators: int = 1
+    num_scorers: int = 1
+    has_exporter: bool = True
+
+
+class LocalRun:
+    """Context manager around a run. Inside it `config` has the server's real address."""
+
+    def __init__(
+        self,
+        config: Config,
+        crew: Crew,
+        *,
+        persist: bool = True,
+        command: tuple[str, ...] = (sys.executable, "-m", "pipeline.cli"),
+    ) -> None:
+        self.config = config
+        self._crew = crew
+        self._persist = persist
+        self._command = command
+        self._open = ExitStack()
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved settings, without secrets."""
+        return self.config.run_dir / "config.toml"
+
+    def __enter__(self) -> LocalRun:
+        with ExitStack() as stack:
+            run_dir = self.config.run_dir
+            run_dir.mkdir(parents=True, exist_ok=True)
+            _lock(stack.enter_context((run_dir / "up.lock").open("a+")), self.config)
+            if self.config.redis.url.get_secret_value() == "embedded":
+                self._start_server(stack, run_dir)
+            self.config_file.write_text(show(_on_one_machine(self.config)), encoding="utf-8")
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._open.close()
+
+    def supervisor(
+        self,
+        on_line: Callable[[str, str], None],
+        on_exit: Callable[[WorkerExit], None] = lambda _: None,
+        restart: RestartPolicy | None = None,
+    ) -> Supervisor:
+        """Ready to `run()`. Drains get a little longer than the workers give themselves."""
+        return Supervisor(
+            worker_specs(self.config, self._crew, self._command, self.config_file, os.environ),
+            drain_timeout_s=self.config.worker.drain_timeout_s + _KILL_GRACE_S,
+            on_line=on_line,
+            on_exit=on_exit,
+            restart=restart,
+        )
+
+    def _start_server(self, stack: ExitStack, run_dir: Path) -> None:
+        server = EmbeddedServer.start(run_dir / "redis" if self._persist else None, persist=self._persist)
+        stack.callback(server.stop)
+        announce_server(run_dir, server.url)
+        stack.callback(withdraw_server, run_dir)
+        self.config = with_url(self.config, server.url)
+
+
+def worker_specs(
+    config: Config, crew: Crew, command: tuple[str, ...], config_file: Path, environ: Mapping[str, str]
+) -> list[WorkerSpec]:
+    """The processes of a run, in data-flow order, the cores and GPUs divided among them."""
+    threads = max(1, available_cores() // (crew.num_generators + 1))
+    gpus = visible_gpus(environ)
+    url = {"REDIS_URL": config.redis.url.get_secret_value()}
+
+    def spec(role: str, name: str, extra: Mapping[str, str]) -> WorkerSpec:
+        return WorkerSpec(
+            name=name,
+            argv=(*command, role, "-c", str(config_file)),
+            environ={**url, **extra},
+            unset=tuple(name for name in environ if name.startswith("ROLLSTREAM_") and "__" in name),
+            ends_run=role == "trainer",
+        )
+
+    def heavy(num_threads: int, index: int) -> dict[str, str]:
+        divided = thread_environ(threads, environ) if num_threads == 0 else {}
+        return {**divided, **gpu_environ(gpus, index, crew.num_generators)}
+
+    one_thread = thread_environ(1, environ)
+    generators = range(crew.num_generators)
+    return [
+        *(spec("generator", f"generator-{i + 1}", heavy(config.generation.num_threads, i)) for i in generators),
+        *(spec("scorer", f"scorer-{i + 1}", one_thread) for i in range(crew.num_scorers)),
+        spec("trainer", "trainer", heavy(config.trainer.num_threads, crew.num_generators)),
+        *(spec("exporter", "exporter", one_thread) for _ in range(crew.has_exporter)),
+    ]
+
+
+def _on_one_machine(config: Config) -> Config:
+    """Lines that are merged are for people, and no two workers want the same port."""
+    changes: dict[str, object] = {"port": 0}
+    if config.worker.log_format == "auto":
+        changes["log_format"] = "console"
+    return config.model_copy(update={"worker": config.worker.model_copy(update=changes)})
+
+
+def _lock(file: IO[str], config: Config) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"run.name = {config.run.name!r}: another `up` of this run is at work in {config.run_dir}; "
+            "stop it, or choose another name with --run"
+        ) from None

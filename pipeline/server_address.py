@@ -1,0 +1,64 @@
+"""How commands on the same machine find the private server of a running `up`.
+
+In: a run's directory. Out: the URL of its server while that lives. Only the user who started the
+run may read it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import psutil
+from pydantic import SecretStr
+
+from pipeline.config import Config
+from pipeline.errors import ConfigError
+
+_FILE = "server.json"
+
+
+def announce_server(run_dir: Path, url: str) -> None:
+    """Say where the server is that this process has started."""
+    file = run_dir / _FILE
+    aside = file.with_suffix(f".{os.getpid()}")
+    aside.touch(mode=0o600)
+    aside.write_text(json.dumps({"url": url, "pid": os.getpid()}), encoding="utf-8")
+    aside.replace(file)
+
+
+def withdraw_server(run_dir: Path) -> None:
+    """Undo `announce_server`."""
+    (run_dir / _FILE).unlink(missing_ok=True)
+
+
+def find_server(run_dir: Path) -> str | None:
+    """URL of the run's private server, None when the process that started it is gone."""
+    try:
+        stored = json.loads((run_dir / _FILE).read_text(encoding="utf-8"))
+        url, pid = str(stored["url"]), int(stored["pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return url if psutil.pid_exists(pid) else None
+
+
+def with_server(config: Config) -> Config:
+    """The same settings with a URL that can be connected to.
+
+    Raises ConfigError where the server is to be embedded and no `up` of this run is there.
+    """
+    if config.redis.url.get_secret_value() != "embedded":
+        return config
+    url = find_server(config.run_dir)
+    if url is None:
+        raise ConfigError(
+            f'redis.url = "embedded": only `rollstream up` starts a server of its own, and no `up` of run '
+            f"{config.run.name!r} is running below {config.run.dir}/. Start one, or name a server with REDIS_URL"
+        )
+    return with_url(config, url)
+
+
+def with_url(config: Config, url: str) -> Config:
+    """The same settings with another redis.url."""
+    return config.model_copy(update={"redis": config.redis.model_copy(update={"url": SecretStr(url)})})
