@@ -12,6 +12,8 @@
     +-- RunStalledError                 exit 1: the run cannot go on and says why
     +-- MessageError                    a payload that does not validate; goes to dead_letters
     +-- WeightError                     weights that fail verification; the old version goes on serving
+    +-- CheckpointError                 a checkpoint cannot be written or read; older ones are untouched
+    |   +-- DiskFullError               there is no space left for it
     +-- EngineError                     a generation engine failed on one group
 
 To add one: derive it from the closest class here, give it the message in full sentences (what is
@@ -75,6 +77,14 @@ class MessageError(RollstreamError):
 
 class WeightError(RollstreamError):
     """Weights are not what their manifest says, or do not fit the model."""
+
+
+class CheckpointError(RollstreamError):
+    """A checkpoint cannot be written or read. The run may go on without it."""
+
+
+class DiskFullError(CheckpointError):
+    """There is no space left for a checkpoint."""
 
 
 class EngineError(RollstreamError):
