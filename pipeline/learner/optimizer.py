@@ -1,0 +1,113 @@
+"""AdamW that takes only finite steps.
+
+In: gradients. Out: weights one step further, or the same weights and the news that the step was
+skipped. Its state, with the weights it steers, is all that an identical continuation needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.config import TrainerSettings
+from pipeline.errors import ModelError
+from pipeline.learner.schedule import check_schedule, learning_rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What became of one step. grad_norm: before clipping; may be inf or NaN when not applied."""
+
+    grad_norm: float
+    learning_rate: float
+    is_applied: bool
+
+
+class Optimizer:
+    """AdamW on float32 weights with clipped gradients and a schedule that depends on the step alone."""
+
+    def __init__(self, model: nn.Module, trainer: TrainerSettings) -> None:
+        """Raises ConfigError for a schedule that needs an end and has none."""
+        check_schedule(trainer)
+        self._trainer = trainer
+        self._parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        self._adamw = torch.optim.AdamW(
+            _decayed_apart(self._parameters, trainer.weight_decay),
+            lr=trainer.learning_rate,
+            betas=(trainer.beta1, trainer.beta2),
+        )
+        self._num_steps = 0
+
+    def step(self, loss: Tensor) -> Update:
+        """Clip and apply the gradients that are there; skip when they or `loss` are not finite.
+
+        The schedule goes on either way: it counts the batches that were used up.
+        """
+        rate = learning_rate(self._trainer, self._num_steps)
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        norm = nn.utils.clip_grad_norm_(self._parameters.values(), self._trainer.max_grad_norm)
+        is_applied = bool(torch.isfinite(norm) & torch.isfinite(loss))
+        if is_applied:
+            self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+        self._num_steps += 1
+        return Update(grad_norm=float(norm), learning_rate=rate, is_applied=is_applied)
+
+    def skip(self) -> Update:
+        """Let a batch without anything to train on pass."""
+        self._adamw.zero_grad(set_to_none=True)
+        self._num_steps += 1
+        return Update(grad_norm=0.0, learning_rate=learning_rate(self._trainer, self._num_steps - 1), is_applied=False)
+
+    def state_dict(self) -> dict[str, object]:
+        """Weights, moments, step and random state; tensors, numbers, lists and dicts only."""
+        state: dict[str, object] = {
+            "num_steps": self._num_steps,
+            "weights": {name: parameter.detach().clone() for name, parameter in self._parameters.items()},
+            "adamw": self._adamw.state_dict(),
+            "rng": torch.get_rng_state(),
+        }
+        if self._is_on_gpu:
+            state["cuda_rng"] = torch.cuda.get_rng_state_all()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue from what `state_dict` gave. Raises ModelError where the weights do not fit."""
+        weights = cast("Mapping[str, Tensor]", state["weights"])
+        self._check(weights)
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(weights[name])
+        self._adamw.load_state_dict(cast("dict[str, Any]", state["adamw"]))
+        self._num_steps = cast(int, state["num_steps"])
+        torch.set_rng_state(cast(Tensor, state["rng"]).cpu())
+        if "cuda_rng" in state and self._is_on_gpu:
+            torch.cuda.set_rng_state_all([rng.cpu() for rng in cast("list[Tensor]", state["cuda_rng"])])
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return any(parameter.is_cuda for parameter in self._parameters.values())
+
+    def _check(self, weights: Mapping[str, Tensor]) -> None:
+        ours = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        theirs = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+        if differing:
+            raise ModelError(
+                f"the checkpoint is of another model: {differing[0]} is {theirs.get(differing[0], 'absent')} there and "
+                f"{ours.get(differing[0], 'absent')} here ({len(differing)} differ); use another run.name or "
+                "the model and lora settings that it was written with"
+            )
+
+
+def _decayed_apart(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups: matrices, which decay, and vectors (norms, biases), which do not."""
+    matrices = [value for value in parameters.values() if value.ndim >= 2]
+    vectors = [value for value in parameters.values() if value.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,223 @@
+"""The learner with a model: weigh every token, accumulate the gradient, step.
+
+In: the scored groups of one step. Out: a policy that is one optimiser step further, and metrics.
+Neither the order of the groups nor their split into micro-batches matters to the result.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+import structlog
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pipeline.algorithms import Objective, RewardBatch, TokenInputs, evaluate, resolve_algorithm
+from pipeline.batching import MicroBatch, Sample, make_samples, pad, split
+from pipeline.config import AlgorithmSettings, Config, ModelSettings, StalenessSettings, TrainerSettings
+from pipeline.learner.optimizer import Optimizer
+from pipeline.learner.report import describe_groups, in_feeding_order
+from pipeline.learner.tally import TokenTally
+from pipeline.messages import ScoredGroup
+from pipeline.models import export_weights, load_model, load_tokenizer, resolve_device, resolve_dtype, weight_kind
+from pipeline.policy import CausalModel, Policy
+from pipeline.staleness import assess
+from pipeline.weights import WeightState
+
+_log = structlog.get_logger("pipeline.learner")
+
+
+class PolicyLearner:
+    """Trains a policy on the groups it is given."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        algorithm: AlgorithmSettings,
+        trainer: TrainerSettings,
+        staleness: StalenessSettings,
+        model: ModelSettings | None = None,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        """model: where the tokenizer is that `save_model` adds. wire_dtype: precision of exported and
+        saved weights; None keeps that of the master weights.
+
+        Raises ConfigError for an unknown algorithm or an impossible schedule.
+        """
+        self.policy = policy
+        self._algorithm = resolve_algorithm(algorithm)
+        self._settings = algorithm
+        self._staleness = staleness
+        self._micro_batch_tokens = trainer.micro_batch_tokens
+        self._optimizer = Optimizer(policy.model, trainer)
+        self._model_settings = model
+        self._wire_dtype = wire_dtype
+        self._has_warned = False
+
+    @classmethod
+    def create(cls, config: Config) -> PolicyLearner:
+        """Load the model that `config` names. Raises ModelError, ConfigError."""
+        resolve_algorithm(config.algorithm)
+        trainer = config.trainer
+        if trainer.num_threads:
+            torch.set_num_threads(trainer.num_threads)
+        device = resolve_device(trainer.device, setting="trainer.device")
+        dtype = resolve_dtype(trainer.dtype, device)
+        is_narrow = dtype is not torch.float32
+        model = cast(
+            CausalModel,
+            load_model(
+                config.model,
+                config.lora,
+                device=device,
+                # Frozen weights below an adapter need no float32 copy; the adapter itself stays float32.
+                dtype=dtype if config.lora.rank else torch.float32,
+                seed=config.run.seed,
+                trainable=True,
+            ),
+        )
+        if trainer.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        needs_copy = config.algorithm.kl_coef > 0 and not config.lora.rank
+        policy = Policy(
+            model,
+            logprob_chunk_tokens=trainer.logprob_chunk_tokens,
+            autocast=dtype if is_narrow else None,
+            reference=frozen_copy(model) if needs_copy else None,
+        )
+        return cls(
+            policy,
+            algorithm=config.algorithm,
+            trainer=trainer,
+            staleness=config.staleness,
+            model=config.model,
+            wire_dtype=torch.bfloat16 if is_narrow or config.generation.dtype == "bfloat16" else None,
+        )
+
+    def step(self, groups: Sequence[ScoredGroup], *, trainer_version: int) -> dict[str, float]:
+        """One optimiser step on `groups`; returns metrics. See `pipeline.learner.Learner`."""
+        loss, metrics = self.accumulate(groups, trainer_version=trainer_version)
+        num_trained = metrics["trained_tokens"] + metrics["nonfinite_tokens"]
+        update = self._optimizer.step(loss) if num_trained else self._optimizer.skip()
+        if not update.is_applied:
+            _log.warning("step_skipped", loss=float(loss), grad_norm=update.grad_norm, tokens=num_trained)
+        return metrics | {
+            "grad_norm": update.grad_norm,
+            "learning_rate": update.learning_rate,
+            "skipped_steps": float(not update.is_applied),
+        }
+
+    def accumulate(self, groups: Sequence[ScoredGroup], *, trainer_version: int) -> tuple[Tensor, dict[str, float]]:
+        """Add the gradient of the loss on `groups` to the parameters; returns the loss and metrics.
+
+        What normalises the loss is counted over all groups before the first micro-batch.
+        """
+        ordered = in_feeding_order(groups)
+        assessments = [assess(group, trainer_version, self._staleness) for group in ordered]
+        samples = make_samples(ordered, assessments)
+        self._warn_once(samples)
+        num_tokens = torch.tensor([sample.num_tokens for sample in samples], dtype=torch.int64)  # [N]
+        advantages = self._algorithm.advantage(_rewards(samples, num_tokens), self._settings)  # [N]
+        factors = self._algorithm.aggregation(num_tokens, self._settings)  # [N]
+        tally = TokenTally(self.policy.device)
+        loss = torch.zeros((), dtype=torch.float64, device=self.policy.device)
+        for rows in split(samples, self._micro_batch_tokens):
+            batch = pad([samples[row] for row in rows], advantages[rows], factors[rows])
+            loss += self._backward(batch.to(self.policy.device), tally)
+        num_unusable = int(num_tokens.sum()) - tally.num_tokens
+        return loss, describe_groups(ordered, assessments) | _describe_tokens(tally) | {
+            "loss": float(loss),
+            "advantage_mean": float(advantages.mean()) if len(samples) else 0.0,
+            "advantage_abs_mean": float(advantages.abs().mean()) if len(samples) else 0.0,
+            "trained_tokens": float(tally.num_tokens),
+            "nonfinite_tokens": float(sum(sample.num_nonfinite for sample in samples) + num_unusable),
+            "unreplayed_tokens": float(sum(sample.num_unreplayed for sample in samples)),
+        }
+
+    def export_weights(self, weight_version: int) -> WeightState:
+        """A copy of the trained weights (or of the adapter) in host memory."""
+        kind = weight_kind(self.policy.model)
+        tensors = export_weights(self.policy.model, kind=kind, dtype=self._wire_dtype)
+        return WeightState(weight_version=weight_version, kind=kind, tensors=tensors)
+
+    def state_dict(self) -> dict[str, object]:
+        """Trained weights in full precision, optimiser, step and random state."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue from what `state_dict` gave. Raises ModelError where it is of another model."""
+        self._optimizer.load_state_dict(state)
+
+    def save_model(self, directory: Path) -> None:
+        """A Hugging Face directory with the weights (or the adapter) and the tokenizer."""
+        model = self.policy.model
+        state = None
+        if self._wire_dtype is not None:
+            state = {name: tensor.to(self._wire_dtype) for name, tensor in model.state_dict().items()}
+        model.save_pretrained(str(directory), state_dict=state)
+        if self._model_settings is not None:
+            load_tokenizer(self._model_settings).save_pretrained(directory)
+
+    def _backward(self, batch: MicroBatch, tally: TokenTally) -> Tensor:
+        """Add the gradient of one micro-batch; returns its part of the loss, detached."""
+        output = self.policy.evaluate(batch)
+        dtype = output.logprobs.dtype
+        objective: Objective = evaluate(
+            self._algorithm,
+            TokenInputs(
+                trainer_logprobs=output.logprobs,
+                generator_logprobs=batch.generator_logprobs.to(dtype),
+                advantages=batch.advantages.to(dtype),
+                mask=batch.mask,
+                ref_logprobs=self.policy.reference_logprobs(batch) if self._settings.kl_coef > 0 else None,
+            ),
+            self._settings,
+        )
+        loss = (objective.losses * batch.factors.to(dtype)).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        values = dict(objective.stats) | {"entropy": output.entropies}
+        tally.add(values, objective.mask, largest=("importance_ratio",))
+        return loss.detach()
+
+    def _warn_once(self, samples: Sequence[Sample]) -> None:
+        num_tokens = sum(sample.num_unreplayed for sample in samples)
+        if not num_tokens or self._has_warned:
+            return
+        self._has_warned = True
+        _log.warning(
+            "sampling_mask_missing",
+            tokens=num_tokens,
+            consequence="top-p/top-k cut the generator's distribution, so importance ratios are off by what was cut",
+            way_out="set generation.replay_sampling_mask = true, or generation.top_p = 1 and top_k = 0",
+        )
+
+
+def frozen_copy(model: CausalModel) -> PreTrainedModel:
+    """The model as it is now, for the KL term."""
+    frozen = copy.deepcopy(model).requires_grad_(False).eval()
+    assert isinstance(frozen, PreTrainedModel)
+    return frozen
+
+
+def _rewards(samples: Sequence[Sample], num_tokens: Tensor) -> RewardBatch:
+    return RewardBatch(
+        rewards=torch.tensor([sample.reward or 0.0 for sample in samples], dtype=torch.float64),
+        is_scored=torch.tensor([sample.reward is not None for sample in samples], dtype=torch.bool),
+        group_index=torch.tensor([sample.group_index for sample in samples], dtype=torch.int64),
+        num_tokens=num_tokens,
+    )
+
+
+def _describe_tokens(tally: TokenTally) -> dict[str, float]:
+    """Means over the trained tokens; a term that the algorithm does not have is 0."""
+    means = {"clip_fraction": 0.0, "truncated_fraction": 0.0, "kl": 0.0, "entropy": 0.0, "mismatch_kl": 0.0}
+    means |= tally.means()
+    return means | {
+        "importance_ratio_mean": means.pop("importance_ratio", 0.0),
+        "importance_ratio_max": tally.maxima().get("importance_ratio", 0.0),
+    }

@@ -1,0 +1,130 @@
+"""The policy as the trainer sees it: logprobs of the tokens that were generated.
+
+In: a causal language model (plain or with a LoRA adapter) and micro-batches. Out: logprobs of the
+trained tokens under the temperature and truncation they were sampled with. Never holds the logits
+of a whole batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import structlog
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pipeline.batching import MicroBatch
+from pipeline.policy.logprobs import Targets, chunked_logprobs
+from pipeline.policy.output_head import OutputHead, find_output_head
+
+CausalModel: TypeAlias = PreTrainedModel | PeftModel
+
+_log = structlog.get_logger("pipeline.policy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PolicyOutput:
+    """logprobs: [B, T] with gradient. entropies: [B, T] without. Both 0 outside the micro-batch's mask."""
+
+    logprobs: Tensor
+    entropies: Tensor
+
+
+class Policy:
+    """A model and how to ask it for logprobs.
+
+    logprob_chunk_tokens: tokens whose logits exist at once. autocast: precision of forward and
+    backward where it differs from the weights'. reference: frozen copy of the initial model; with an
+    adapter it is not needed, since the model without the adapter is the initial one.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        *,
+        logprob_chunk_tokens: int,
+        autocast: torch.dtype | None = None,
+        reference: PreTrainedModel | None = None,
+    ) -> None:
+        self.model = model
+        self._chunk_tokens = logprob_chunk_tokens
+        self._autocast = autocast
+        quiet_dropout(model)
+        self._head = self._find_head(_causal_model(model))
+        self._reference = reference
+        self._reference_head = self._find_head(reference) if reference is not None else self._head
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        return next(self.model.parameters()).device
+
+    def evaluate(self, batch: MicroBatch) -> PolicyOutput:
+        """Logprobs and entropies of the trained tokens."""
+        return self._run(self._head, batch)
+
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        """Logprobs of the trained tokens, [B, T] with gradient; 0 outside the mask."""
+        return self.evaluate(batch).logprobs
+
+    @torch.no_grad()
+    def reference_logprobs(self, batch: MicroBatch) -> Tensor:
+        """The same by the initial policy, without gradient."""
+        if self._reference is None:
+            assert isinstance(self.model, PeftModel), "a reference needs an adapter to switch off, or a copy"
+            with self.model.disable_adapter():
+                return self._run(self._head, batch).logprobs
+        return self._run(self._reference_head, batch).logprobs
+
+    def _run(self, head: OutputHead, batch: MicroBatch) -> PolicyOutput:
+        targets = Targets(token_ids=batch.targets, temperatures=batch.temperatures, kept=batch.kept)
+        with self._precision():
+            states = head.states(batch.input_ids, batch.attention_mask)  # [B, L, H]
+            states = states.flatten(0, 1)[batch.state_index]  # [M, H]
+            logprobs, entropies = chunked_logprobs(states, targets, head.project, chunk_tokens=self._chunk_tokens)
+        return PolicyOutput(logprobs=_scatter(logprobs, batch), entropies=_scatter(entropies, batch))
+
+    def _precision(self) -> contextlib.AbstractContextManager[None]:
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self._autocast)
+
+    def _find_head(self, model: PreTrainedModel) -> OutputHead:
+        head = find_output_head(model)
+        if not head.is_chunked:
+            _log.warning(
+                "logits_not_chunked",
+                architecture=type(model).__name__,
+                consequence="memory grows with micro_batch_tokens x vocabulary; lower trainer.micro_batch_tokens",
+            )
+        return head
+
+
+def quiet_dropout(model: nn.Module) -> None:
+    """Evaluation mode, so that trainer and generator agree; only what must know of training does.
+
+    Gradient checkpointing looks at the flag of its own layer, and an adapter's dropout, which is off
+    unless the settings ask for it, at its own.
+    """
+    model.eval()
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) or "lora_dropout" in name:
+            module.training = True
+
+
+def _causal_model(model: CausalModel) -> PreTrainedModel:
+    if not isinstance(model, PeftModel):
+        return model
+    inner = model.get_base_model()
+    assert isinstance(inner, PreTrainedModel)
+    return inner
+
+
+def _scatter(values: Tensor, batch: MicroBatch) -> Tensor:
+    """Values of the M trained tokens at their places, [B, T], 0 elsewhere."""
+    flat = values.new_zeros(batch.mask.numel())
+    return flat.index_put((batch.token_index,), values).view(batch.mask.shape)
