@@ -7,6 +7,8 @@ declaration says unit, meaning and how to read it; documents and dashboards are 
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from pipeline.instruments import (
@@ -199,3 +201,9 @@ class Metrics(MetricTable):
     def __init__(self, run: str, role: str, worker: str) -> None:
         super().__init__(CollectorRegistry(), {"run": run, "role": role, "worker": worker})
         ProcessCollector(registry=self.registry)
+
+    def observe_staleness(self, token_ages: npt.NDArray[np.int64]) -> None:
+        """Count the ages of one completion's tokens, [T], in versions."""
+        ages, counts = np.unique(token_ages, return_counts=True)
+        for age, count in zip(ages.tolist(), counts.tolist(), strict=True):
+            self.staleness_versions.observe(age, count)
