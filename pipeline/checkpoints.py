@@ -36,11 +36,14 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _log = structlog.get_logger()
 
 
-class Saves(Protocol):
+class Restorable(Protocol):
     """What a checkpoint needs of a learner."""
 
     def state_dict(self) -> dict[str, Any]:
         """Optimiser, schedule and RNG: tensors and plain values."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Go on from what `state_dict` gave."""
 
     def save_model(self, directory: Path, /) -> None:
         """Write the policy into an existing, empty directory."""
@@ -64,10 +67,11 @@ class Checkpoint:
         """Directory of the policy."""
         return self.path / "model"
 
-    def state(self) -> dict[str, Json]:
+    @property
+    def state(self) -> dict[str, Any]:
         """The run's state as it was saved. Raises CheckpointError."""
         try:
-            return cast(dict[str, Json], json.loads((self.path / "state.json").read_text(encoding="utf-8")))
+            return cast(dict[str, Any], json.loads((self.path / "state.json").read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
             raise self._unreadable("state.json", error) from error
 
@@ -82,6 +86,10 @@ class Checkpoint:
         except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
             raise self._unreadable("optimizer.pt", error) from error
         return cast(dict[str, Any], state)
+
+    def restore(self, learner: Restorable) -> None:
+        """Put the learner back where it was. Raises CheckpointError."""
+        learner.load_state_dict(self.learner_state())
 
     def _unreadable(self, name: str, error: Exception) -> CheckpointError:
         return CheckpointError(
@@ -116,7 +124,7 @@ class Checkpoints:
         checkpoints = self.list()
         return checkpoints[-1] if checkpoints else None
 
-    def save(self, step: int, *, learner: Saves, state: Mapping[str, Json]) -> Path:
+    def save(self, step: int, *, learner: Restorable, state: Mapping[str, Json]) -> Path:
         """Write the checkpoint of `step` and delete those beyond `checkpoint.keep`.
 
         Raises DiskFullError or CheckpointError; the checkpoints that were there are untouched then.
@@ -182,7 +190,7 @@ def _read(path: Path) -> Checkpoint | None:
         return None
 
 
-def _write_parts(aside: Path, learner: Saves, state: Mapping[str, Json]) -> None:
+def _write_parts(aside: Path, learner: Restorable, state: Mapping[str, Json]) -> None:
     import torch
 
     learner.save_model(aside / "model")

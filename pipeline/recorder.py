@@ -46,6 +46,11 @@ class Recorder:
         """One record for each group, with its completions and their rewards."""
         self._append(SAMPLES_FILE, [self._head(step) | _sample(group) for group in groups])
 
+    def close(self) -> None:
+        """Say how many records were lost; all others are on disk already."""
+        if self.num_lost:
+            _log.error("records_lost", run_dir=str(self._run_dir), num_lost=self.num_lost)
+
     def _head(self, step: int) -> dict[str, Json]:
         return {"step": step, "time": round(self._clock(), 3), "role": self._role}
 
