@@ -1,0 +1,117 @@
+"""A subscriber's two sockets to one publisher.
+
+In: requests. Out: answers and announcements of that publisher. What does not parse, or comes from
+another session than the one resolved, is counted and never seen by anyone else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import zmq
+import zmq.asyncio
+
+from pipeline.config import WeightSettings
+from pipeline.weights.protocol import MAGIC, MAX_MANIFEST_BYTES, NO_ROOT, NOTHING, Header, Kind
+from pipeline.weights.security import use_public_key
+from pipeline.weights.state import Endpoints
+
+_HEARTBEAT_MS = 5_000
+_HEARTBEAT_TIMEOUT_MS = 20_000
+_MAX_RECONNECT_MS = 2_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Answer:
+    """What the publisher sent. payload: a view of ZeroMQ's own memory; empty without one."""
+
+    header: Header
+    payload: memoryview
+
+
+class Link:
+    """Connected on construction, in the sense of ZeroMQ: it delivers as soon as there is someone.
+
+    announced: highest version that an announcement has named. num_ignored: messages that were
+    malformed or of another session.
+    """
+
+    def __init__(self, context: zmq.asyncio.Context, endpoints: Endpoints, settings: WeightSettings) -> None:
+        self.endpoints = endpoints
+        self.announced = NOTHING
+        self.num_ignored = 0
+        self._session = bytes.fromhex(endpoints.session)
+        self._num_requests = 0
+        public_key = settings.server_public_key or endpoints.public_key
+        self._dealer = _connect(context, zmq.DEALER, endpoints.tiles, public_key)
+        self._subscriber = _connect(context, zmq.SUB, endpoints.announce, public_key)
+
+    async def request(self, kind: Kind, *, version: int, index: int = 0, root: bytes = NO_ROOT) -> int:
+        """Send a request and return its number."""
+        self._num_requests += 1
+        header = Header(kind=kind, request=self._num_requests, version=version, index=index, root=root)
+        await self._dealer.send(header.pack())
+        return self._num_requests
+
+    async def answer(self, timeout_s: float) -> Answer | None:
+        """The next answer, or None after `timeout_s` without any."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    first, *rest = await self._dealer.recv_multipart(copy=False)
+                    header = self._accepted(first.bytes)
+                    if header is not None and len(rest) <= 1:
+                        return Answer(header=header, payload=rest[0].buffer if rest else memoryview(b""))
+                    self.num_ignored += 1
+        except TimeoutError:
+            return None
+
+    async def wait_for_announcement(self, newer_than: int, timeout_s: float) -> None:
+        """Return when a version above `newer_than` is announced, at the latest after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.announced <= newer_than:
+                    self._note(await self._subscriber.recv())
+        except TimeoutError:
+            return
+
+    async def note_announcements(self) -> None:
+        """Bring `announced` up to date without waiting."""
+        while await self._subscriber.poll(0):
+            self._note(await self._subscriber.recv())
+
+    def close(self) -> None:
+        """Drop the connection and what is queued on it."""
+        self._dealer.close(linger=0)
+        self._subscriber.close(linger=0)
+
+    def _note(self, frame: bytes) -> None:
+        header = self._accepted(frame)
+        if header is None or header.kind is not Kind.ANNOUNCE:
+            self.num_ignored += 1
+            return
+        self.announced = max(self.announced, header.version)
+
+    def _accepted(self, frame: bytes) -> Header | None:
+        header = Header.parse(frame)
+        if header is None or (self._session and header.session != self._session):
+            return None
+        return header
+
+
+def _connect(context: zmq.asyncio.Context, kind: int, address: str, public_key: str) -> zmq.asyncio.Socket:
+    socket = context.socket(kind)
+    socket.linger = 0
+    socket.ipv6 = True
+    socket.maxmsgsize = MAX_MANIFEST_BYTES
+    socket.heartbeat_ivl = _HEARTBEAT_MS
+    socket.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
+    socket.reconnect_ivl_max = _MAX_RECONNECT_MS
+    if kind == zmq.SUB:
+        socket.conflate = True  # only the newest announcement matters
+        socket.subscribe(MAGIC)
+    if public_key:
+        use_public_key(socket, public_key)
+    socket.connect(address)
+    return socket

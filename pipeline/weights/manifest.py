@@ -1,0 +1,219 @@
+"""The description of one weight object, and its proof.
+
+In: a tensor table and the hashes of the tiles. Out: bytes that begin with the hash of the rest,
+and back. Nothing in a manifest is believed before its root hash, its limits and its table have
+been checked; what fails raises `WeightError`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import xxhash
+
+from pipeline.errors import WeightError
+from pipeline.weights.protocol import MAX_MANIFEST_BYTES, MAX_VERSION
+from pipeline.weights.state import WeightKind
+
+SCHEMA = 1
+HASH_BYTES = 16
+ALIGNMENT = 64  # bytes; a tensor's data can be read in place by any framework
+MAX_TILE_BYTES = 64 * 1024 * 1024
+_MAX_NAME = 1000
+_MAX_DIMENSIONS = 64
+_FIELDS = {
+    "schema", "session", "weight_version", "base", "kind", "num_bytes", "tile_bytes", "tensors", "tile_hashes",
+}  # fmt: skip
+
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
+    "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """Where a tensor lies. offset, num_bytes: in the object, which is its tiles laid end to end."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """One weight object.
+
+    session: 16 bytes, of the publisher. weight_version: 0 or more. num_bytes: of the object.
+    tile_bytes: of every tile but the last. tensors: by ascending offset. tile_hashes: xxh3-128 of
+    each tile, end to end. root: xxh3-128 of all of the above as encoded.
+    """
+
+    session: bytes
+    weight_version: int
+    kind: WeightKind
+    num_bytes: int
+    tile_bytes: int
+    tensors: tuple[TensorEntry, ...]
+    tile_hashes: bytes
+    root: bytes = b""
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of the object; 0 where all tensors are empty."""
+        return math.ceil(self.num_bytes / self.tile_bytes)
+
+    def tile_size(self, index: int) -> int:
+        """Bytes of tile `index`."""
+        return min(self.tile_bytes, self.num_bytes - index * self.tile_bytes)
+
+    def tile_hash(self, index: int) -> bytes:
+        """Hash that tile `index` must have."""
+        return self.tile_hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
+
+
+def digest(data: bytes | memoryview) -> bytes:
+    """xxh3-128, big-endian. Releases the GIL for all but small inputs."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[tuple[TensorEntry, ...], int]:
+    """Table of (name, dtype, shape) in that order, each on the next multiple of ALIGNMENT.
+
+    Returns the table and the size of the object. Raises WeightError: unknown dtype, bad shape.
+    """
+    table, end = [], 0
+    for name, dtype, shape in tensors:
+        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        num_bytes = _tensor_bytes(name, dtype, shape)
+        table.append(TensorEntry(name=name, dtype=dtype, shape=shape, offset=offset, num_bytes=num_bytes))
+        end = offset + num_bytes
+    return tuple(table), end
+
+
+def _tensor_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    if dtype not in DTYPE_BYTES:
+        raise WeightError(f"tensor {name!r} has dtype {dtype!r}; the weight channel knows {', '.join(DTYPE_BYTES)}")
+    if len(shape) > _MAX_DIMENSIONS or any(size < 0 or size > MAX_VERSION for size in shape):
+        raise WeightError(f"tensor {name!r} has the shape {shape}")
+    return math.prod(shape) * DTYPE_BYTES[dtype]
+
+
+def encode_manifest(manifest: Manifest) -> tuple[bytes, bytes]:
+    """(root, encoded manifest). Raises WeightError where it would be too large to send."""
+    body = msgpack.packb(
+        {
+            "schema": SCHEMA,
+            "session": manifest.session,
+            "weight_version": manifest.weight_version,
+            "base": None,
+            "kind": manifest.kind.value,
+            "num_bytes": manifest.num_bytes,
+            "tile_bytes": manifest.tile_bytes,
+            "tensors": [[item.name, item.dtype, item.shape, item.offset, item.num_bytes] for item in manifest.tensors],
+            "tile_hashes": manifest.tile_hashes,
+        }
+    )
+    root = digest(body)
+    if len(root) + len(body) > MAX_MANIFEST_BYTES:
+        raise WeightError(
+            f"the manifest of {manifest.num_tiles} tiles takes {len(body)} bytes, more than {MAX_MANIFEST_BYTES}: "
+            f"enlarge weights.tile_bytes = {manifest.tile_bytes}"
+        )
+    return root, root + body
+
+
+def decode_manifest(payload: bytes | memoryview, *, max_model_bytes: int) -> Manifest:
+    """The manifest in `payload`, checked. Raises WeightError saying what is wrong with it."""
+    if not HASH_BYTES < len(payload) <= MAX_MANIFEST_BYTES:
+        raise WeightError(f"manifest of {len(payload)} bytes")
+    root, body = bytes(payload[:HASH_BYTES]), payload[HASH_BYTES:]
+    if digest(body) != root:
+        raise WeightError("the manifest does not have the hash it claims")
+    try:
+        fields = msgpack.unpackb(body, raw=False, strict_map_key=True)
+        manifest = _read(_map(fields), root)
+    except (ValueError, TypeError, KeyError, OverflowError, msgpack.UnpackException) as error:
+        raise WeightError(f"the manifest is malformed: {type(error).__name__}: {error}") from error
+    _check(manifest, max_model_bytes)
+    return manifest
+
+
+def _map(fields: object) -> dict[str, Any]:
+    if not isinstance(fields, dict) or set(fields) != _FIELDS:
+        raise WeightError("the manifest does not have the fields it must have")
+    if fields["schema"] != SCHEMA:
+        raise WeightError(f"manifest schema {fields['schema']!r}, this subscriber reads {SCHEMA}")
+    if fields["base"] is not None:
+        raise WeightError("the manifest names a base version, which this subscriber cannot apply")
+    return fields
+
+
+def _read(fields: dict[str, Any], root: bytes) -> Manifest:
+    return Manifest(
+        session=_bytes(fields["session"]),
+        weight_version=_natural(fields["weight_version"]),
+        kind=WeightKind(fields["kind"]),
+        num_bytes=_natural(fields["num_bytes"]),
+        tile_bytes=_natural(fields["tile_bytes"]),
+        tensors=tuple(_read_entry(*item) for item in fields["tensors"]),
+        tile_hashes=_bytes(fields["tile_hashes"]),
+        root=root,
+    )
+
+
+def _read_entry(name: object, dtype: object, shape: object, offset: object, num_bytes: object) -> TensorEntry:
+    if not isinstance(name, str) or not isinstance(dtype, str) or not isinstance(shape, list):
+        raise TypeError("a tensor's name, dtype or shape is of the wrong type")
+    return TensorEntry(
+        name=name,
+        dtype=dtype,
+        shape=tuple(_natural(size) for size in shape),
+        offset=_natural(offset),
+        num_bytes=_natural(num_bytes),
+    )
+
+
+def _natural(value: object) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_VERSION:
+        raise TypeError(f"{value!r} is not a number of 0 or more")
+    return value
+
+
+def _bytes(value: object) -> bytes:
+    if not isinstance(value, bytes):
+        raise TypeError(f"{type(value).__name__} where bytes belong")
+    return value
+
+
+def _check(manifest: Manifest, max_model_bytes: int) -> None:
+    if manifest.num_bytes > max_model_bytes:
+        raise WeightError(
+            f"version {manifest.weight_version} claims {manifest.num_bytes} bytes, more than "
+            f"weights.max_model_bytes = {max_model_bytes}"
+        )
+    if len(manifest.session) != HASH_BYTES or not 0 < manifest.tile_bytes <= MAX_TILE_BYTES:
+        raise WeightError(f"the manifest has tiles of {manifest.tile_bytes} bytes or no session")
+    if len(manifest.tile_hashes) != manifest.num_tiles * HASH_BYTES:
+        raise WeightError(f"{len(manifest.tile_hashes)} bytes of hashes for {manifest.num_tiles} tiles")
+    check_names(item.name for item in manifest.tensors)
+    expected = lay_out((item.name, item.dtype, item.shape) for item in manifest.tensors)
+    if expected != (manifest.tensors, manifest.num_bytes):
+        raise WeightError("the manifest's tensors overlap, leave holes or reach behind the end")
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises WeightError unless there are names, each of them once and of sane length."""
+    listed = list(names)
+    if not listed:
+        raise WeightError("a weight object without tensors")
+    if len(set(listed)) != len(listed) or any(not 0 < len(name) <= _MAX_NAME for name in listed):
+        raise WeightError("tensor names are empty, too long or not unique")

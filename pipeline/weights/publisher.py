@@ -1,0 +1,193 @@
+"""Publishing weights: one copy, and the caller goes on.
+
+In: weight states under ever higher versions. Out: addresses where subscribers find them. What was
+published is never changed, and never withdrawn while its transfer is under way, within `keep`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import uuid
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import cast
+
+import zmq
+
+from pipeline.config import WeightSettings
+from pipeline.errors import ConfigError, WeightError
+from pipeline.weights.codec import Encoder
+from pipeline.weights.manifest import Manifest
+from pipeline.weights.protocol import MAX_IN_FLIGHT
+from pipeline.weights.security import load_server_keys
+from pipeline.weights.server import ServerStats, TileServer
+from pipeline.weights.shelf import Shelf
+from pipeline.weights.state import Endpoints, WeightState
+
+_MAX_REQUEST_BYTES = 4096  # a frame of a peer; handshakes are the largest
+_HEARTBEAT_MS = 5_000
+_HEARTBEAT_TIMEOUT_MS = 20_000
+_INBOX = "inproc://inbox"
+_WILDCARDS = {"*", "0.0.0.0", "::"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherStats:
+    """num_versions: published. num_held: of these, in memory. num_receivers: transfers under way.
+
+    publish_s: seconds spent in `publish`, all told. server: what was sent.
+    """
+
+    num_versions: int
+    num_held: int
+    num_receivers: int
+    publish_s: float
+    server: ServerStats
+
+
+class WeightPublisher:
+    """Serves weight objects from a thread of its own. `publish` may be called from any thread.
+
+    keep: versions held at most, 2 or more; older ones only while someone receives them.
+    """
+
+    def __init__(self, settings: WeightSettings, *, keep: int = 2) -> None:
+        session = uuid.uuid4()
+        self._settings = settings
+        self._session = session
+        self._shelf = Shelf(keep=keep)
+        self._encoder = Encoder(session=session.bytes, tile_bytes=settings.tile_bytes)
+        self._context = zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._wake = self._socket(zmq.PUSH)
+        self._server: TileServer | None = None
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._publishing = threading.Lock()
+        self._num_versions = 0
+        self._publish_s = 0.0
+
+    def start(self) -> Endpoints:
+        """Bind and serve. Raises ConfigError: port in use, an address that is not this machine's."""
+        assert self._thread is None, "started twice"
+        settings = self._settings
+        advertised = settings.advertise or settings.host
+        if advertised in _WILDCARDS:
+            raise ConfigError(
+                f"weights.host = {settings.host!r} is no address that generators can connect to: "
+                "set weights.advertise to the name or address of this machine"
+            )
+        keys = load_server_keys(settings.server_secret_key_file)
+        router, announcer, inbox = self._socket(zmq.ROUTER), self._socket(zmq.PUB), self._socket(zmq.PULL)
+        router.router_mandatory = True  # an answer to someone who has gone is an error, to be counted
+        for socket in (router, announcer):
+            socket.maxmsgsize = _MAX_REQUEST_BYTES
+            if keys is not None:
+                keys.protect(socket)
+        tiles_port = _bind(router, settings.host, settings.port, "weights.port")
+        announce_port = _bind(announcer, settings.host, settings.announce_port, "weights.announce_port")
+        inbox.bind(_INBOX)
+        self._wake.connect(_INBOX)
+        self._server = TileServer(
+            self._shelf,
+            router=router,
+            announcer=announcer,
+            inbox=inbox,
+            session=self._session.bytes,
+            interval_s=settings.poll_s,
+        )
+        self._thread = threading.Thread(
+            target=self._server.run, args=(self._stop,), name="weight-publisher", daemon=True
+        )
+        self._thread.start()
+        return Endpoints(
+            announce=f"tcp://{_bracketed(advertised)}:{announce_port}",
+            tiles=f"tcp://{_bracketed(advertised)}:{tiles_port}",
+            session=self._session.hex,
+            public_key="" if keys is None else keys.public,
+        )
+
+    def publish(self, state: WeightState) -> Manifest:
+        """Copy `state` to host memory and offer it; returns without waiting for any receiver.
+
+        The caller may change its tensors as soon as this returns. Raises WeightError: a version
+        that is not higher than the last, or tensors that contradict their dtype and shape.
+        """
+        with self._publishing:
+            if self._thread is not None and not self._thread.is_alive():
+                raise WeightError("the thread that serves weights has ended; nobody would receive this version")
+            started = time.perf_counter()
+            self._shelf.check(state.weight_version)
+            item = self._encoder.encode(state)
+            self._shelf.put(item)
+            self._num_versions += 1
+            self._publish_s += time.perf_counter() - started
+            if self._thread is not None:
+                self._notify()
+        return item.manifest
+
+    @property
+    def stats(self) -> PublisherStats:
+        """Figures since the start."""
+        return PublisherStats(
+            num_versions=self._num_versions,
+            num_held=self._shelf.num_objects,
+            num_receivers=self._shelf.num_receivers,
+            publish_s=self._publish_s,
+            server=ServerStats() if self._server is None else replace(self._server.stats),
+        )
+
+    def close(self) -> None:
+        """Stop serving and free everything. Safe to call twice."""
+        with self._publishing:
+            if self._context.closed:
+                return
+            self._stop.set()
+            if self._thread is not None:
+                self._notify()
+                self._thread.join()
+            for socket in self._sockets:
+                socket.close(linger=0)
+            self._context.term()
+
+    def __enter__(self) -> WeightPublisher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _notify(self) -> None:
+        # A full inbox is as good as a notice: the server wakes up for what is in it.
+        with contextlib.suppress(zmq.Again):
+            self._wake.send(b"", zmq.NOBLOCK)
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        socket.ipv6 = ":" in self._settings.host
+        socket.sndhwm = MAX_IN_FLIGHT
+        socket.heartbeat_ivl = _HEARTBEAT_MS  # frees the queue of a receiver that is gone or frozen
+        socket.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
+        self._sockets.append(socket)
+        return socket
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _bind(socket: zmq.Socket[bytes], host: str, port: int, setting: str) -> int:
+    """The port that was bound; `port` or, for 0, a free one."""
+    numeric = "127.0.0.1" if host == "localhost" else host
+    try:
+        socket.bind(f"tcp://{_bracketed(numeric)}:{port or '*'}")
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EADDRINUSE:
+            raise ConfigError(f"{setting} = {port} is in use on {host}: choose another port, or 0 for any") from error
+        raise ConfigError(f"weights.host = {host!r}, {setting} = {port} cannot be bound: {error.strerror}") from error
+    address = cast(bytes, socket.last_endpoint).rstrip(b"\0")
+    return int(address.rsplit(b":", 1)[1])

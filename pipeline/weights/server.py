@@ -1,0 +1,149 @@
+"""The serving side: answers requests, announces versions, never waits for a receiver.
+
+In: a shelf of weight objects and a wake-up whenever one was added. Out: announcements on PUB, and
+manifests and tiles on ROUTER. Runs in one thread, which alone touches its sockets. Whatever a
+peer sends is answered, or counted and ignored.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from dataclasses import dataclass, replace
+
+import zmq
+
+from pipeline.weights.protocol import NOTHING, ErrorCode, Header, Kind
+from pipeline.weights.shelf import Shelf
+
+_TURN = 64  # requests served before announcements get a look in
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerStats:
+    """What was sent, and what was not.
+
+    num_tiles, num_manifests, num_announcements, num_bytes: sent. num_gone: asked for, no longer
+    held. num_malformed: messages that are none. num_undelivered: answers whose receiver has gone
+    or does not read.
+    """
+
+    num_tiles: int = 0
+    num_manifests: int = 0
+    num_announcements: int = 0
+    num_bytes: int = 0
+    num_gone: int = 0
+    num_malformed: int = 0
+    num_undelivered: int = 0
+
+
+class TileServer:
+    """Loop over the three sockets.
+
+    inbox: PULL, from the publishing thread. interval_s: announcements are repeated this often.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        *,
+        router: zmq.Socket[bytes],
+        announcer: zmq.Socket[bytes],
+        inbox: zmq.Socket[bytes],
+        session: bytes,
+        interval_s: float,
+    ) -> None:
+        self.stats = ServerStats()
+        self._shelf = shelf
+        self._router = router
+        self._announcer = announcer
+        self._inbox = inbox
+        self._session = session
+        self._interval_s = interval_s
+
+    def run(self, stop: threading.Event) -> None:
+        """Serve until `stop` is set and the inbox wakes the loop."""
+        poller = zmq.Poller()
+        poller.register(self._inbox, zmq.POLLIN)
+        poller.register(self._router, zmq.POLLIN)
+        next_announcement = time.monotonic()
+        while not stop.is_set():
+            wait_s = max(0.0, next_announcement - time.monotonic())
+            ready = dict(poller.poll(math.ceil(wait_s * 1000)))
+            if self._inbox in ready:
+                self._inbox.recv()
+                next_announcement = time.monotonic()
+            if time.monotonic() >= next_announcement:
+                self._announce()
+                next_announcement = time.monotonic() + self._interval_s
+            if self._router in ready:
+                self._serve_turn()
+
+    def _announce(self) -> None:
+        self._shelf.sweep()
+        newest = self._shelf.newest()
+        if newest is None:
+            return
+        version, root = newest.manifest.weight_version, newest.manifest.root
+        self._announcer.send(Header(kind=Kind.ANNOUNCE, version=version, root=root, session=self._session).pack())
+        self.stats.num_announcements += 1
+
+    def _serve_turn(self) -> None:
+        for _ in range(_TURN):
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            request = Header.parse(frames[1]) if len(frames) == 2 else None
+            if request is None:
+                self.stats.num_malformed += 1
+                continue
+            self._serve(frames[0], request)
+
+    def _serve(self, peer: bytes, request: Header) -> None:
+        match request.kind:
+            case Kind.GET_MANIFEST:
+                self._serve_manifest(peer, request)
+            case Kind.GET_TILE:
+                self._serve_tile(peer, request)
+            case Kind.DONE:
+                self._shelf.end_transfer(peer)
+            case _:
+                self.stats.num_malformed += 1
+
+    def _serve_manifest(self, peer: bytes, request: Header) -> None:
+        item = self._shelf.start_transfer(peer, request.version)
+        if item is not None:
+            version, root = item.manifest.weight_version, item.manifest.root
+            answer = replace(request, kind=Kind.MANIFEST, version=version, root=root)
+            self.stats.num_manifests += self._send(peer, answer, item.payload)
+            return
+        newest = self._shelf.newest()
+        version = NOTHING if newest is None else newest.manifest.weight_version
+        self._send(peer, replace(request, kind=Kind.CURRENT, version=version))
+
+    def _serve_tile(self, peer: bytes, request: Header) -> None:
+        item = self._shelf.find(peer, request.version, request.root)
+        if item is None:
+            self.stats.num_gone += 1
+            self._send(peer, replace(request, kind=Kind.ERROR, code=ErrorCode.GONE))
+            return
+        if request.index >= len(item.tiles):
+            self.stats.num_malformed += 1
+            self._send(peer, replace(request, kind=Kind.ERROR, code=ErrorCode.NO_SUCH_TILE))
+            return
+        self.stats.num_tiles += self._send(peer, replace(request, kind=Kind.TILE), item.tiles[request.index])
+
+    def _send(self, peer: bytes, answer: Header, *payload: bytes | memoryview) -> bool:
+        """Whether it is on its way. False: the receiver is gone or its queue is full; it will ask again."""
+        header = replace(answer, session=self._session).pack()
+        try:
+            self._router.send_multipart([peer, header, *payload], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno not in {zmq.EAGAIN, zmq.EHOSTUNREACH}:
+                raise
+            self.stats.num_undelivered += 1
+            return False
+        self.stats.num_bytes += sum(len(part) for part in payload)
+        return True

@@ -1,0 +1,269 @@
+"""Receiving weights: the newest verified version, however long that takes.
+
+In: an address that may change, a network that may lose, cut and corrupt. Out: weight states of
+ever higher versions. It never returns a state of which one byte is unproved, and never gives up.
+
+    resolve --> connect --> ask for a newer manifest --> order tiles, `credits` at a time --> state
+       ^                      |  none: wait for an announcement or `poll_s`, ask again
+       +------ silence -------+------------------------------+   (what has come is kept)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from types import TracebackType
+
+import structlog
+import zmq
+import zmq.asyncio
+
+from pipeline.config import WeightSettings
+from pipeline.errors import WeightError
+from pipeline.weights.link import Answer, Link
+from pipeline.weights.manifest import decode_manifest
+from pipeline.weights.memory import BufferPool
+from pipeline.weights.protocol import NOTHING, Kind
+from pipeline.weights.security import check_public_key
+from pipeline.weights.state import Endpoints, WeightState
+from pipeline.weights.transfer import Transfer
+
+Resolve = Callable[[], Awaitable[Endpoints | None]]
+
+_SILENT_POLLS = 3  # intervals without an answer after which the publisher may have moved
+_MAX_PATIENCE = 8  # so many times longer a slow line is waited for, if it has not moved
+
+log = structlog.get_logger(__name__)
+
+
+class Phase(StrEnum):
+    """What a subscriber waits for."""
+
+    ADDRESS = "address of the weight publisher"
+    PUBLISHER = "answer of the weight publisher"
+    VERSION = "newer weights"
+    TILES = "tiles"
+
+
+@dataclass(slots=True, kw_only=True)
+class SubscriberStats:
+    """Figures since the start.
+
+    phase: what it waits for now. num_bytes: verified. receive_s: from manifest to last tile,
+    verify_s of it hashing and copying. num_skipped: versions that were overtaken.
+    num_missed_announcements: versions learnt by polling. num_silences: connections given up.
+    num_resumed_tiles: kept over such a silence. num_lost_tiles: ordered and not answered.
+    num_refused: manifests or objects that failed verification. num_ignored: malformed messages.
+    """
+
+    phase: Phase = Phase.ADDRESS
+    num_versions: int = 0
+    num_skipped: int = 0
+    num_bytes: int = 0
+    receive_s: float = 0.0
+    verify_s: float = 0.0
+    num_corrupt_tiles: int = 0
+    num_lost_tiles: int = 0
+    num_resumed_tiles: int = 0
+    num_missed_announcements: int = 0
+    num_silences: int = 0
+    num_refused: int = 0
+    num_ignored: int = 0
+
+
+class _SilenceError(Exception):
+    """The publisher does not answer."""
+
+
+class WeightSubscriber:
+    """One reader of weights, in one event loop. `next` is not to be called twice at a time.
+
+    resolve: where the publisher is now; None while there is none. Asked at the start and whenever
+    the publisher is silent; what it raises passes through `next`.
+    """
+
+    def __init__(self, settings: WeightSettings, *, resolve: Resolve) -> None:
+        check_public_key(settings.server_public_key)
+        self._settings = settings
+        self._resolve = resolve
+        self._context = zmq.asyncio.Context()
+        self._link: Link | None = None
+        self._transfer: Transfer | None = None
+        self._pool = BufferPool(0, max_free=1)
+        self._patience = 1
+        self._last_version = NOTHING
+        self._stats = SubscriberStats()
+
+    async def next(self, newer_than: int | None) -> WeightState:
+        """The newest version above `newer_than` (None: any), verified. Waits as long as it must.
+
+        Cancelling it is safe, and what has come so far is used by the next call. The state has
+        memory of its own, which is used again only after every view of it is gone.
+        """
+        floor = NOTHING if newer_than is None else newer_than
+        while True:
+            link = await self._connected()
+            try:
+                transfer = await self._received(link, floor)
+            except _SilenceError:
+                self._give_up(link)
+            except WeightError as error:
+                self._transfer = None
+                self._stats.num_refused += 1
+                log.warning("weights_refused", reason=str(error))
+                await asyncio.sleep(self._settings.poll_s)
+            else:
+                return self._finished(transfer)
+
+    @property
+    def stats(self) -> SubscriberStats:
+        """A copy of the figures."""
+        ignored = self._stats.num_ignored + (self._link.num_ignored if self._link else 0)
+        return replace(self._stats, num_ignored=ignored)
+
+    def close(self) -> None:
+        """Disconnect and free everything, after `next` has returned or was cancelled. Safe to call twice."""
+        if self._link is not None:
+            self._disconnect(self._link)
+        self._transfer = None
+        if not self._context.closed:
+            self._context.term()
+
+    async def __aenter__(self) -> WeightSubscriber:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Connection
+
+    async def _connected(self) -> Link:
+        while self._link is None:
+            self._stats.phase = Phase.ADDRESS
+            endpoints = await self._resolve()
+            if endpoints is None:
+                await asyncio.sleep(self._settings.poll_s)
+                continue
+            self._link = Link(self._context, endpoints, self._settings)
+        return self._link
+
+    async def _answer(self, link: Link) -> Answer:
+        """The next answer. Raises _SilenceError when it is time to connect anew."""
+        for _ in range(self._patience):
+            answer = await link.answer(self._settings.poll_s * _SILENT_POLLS)
+            if answer is not None:
+                return answer
+            if await self._resolve() != link.endpoints:
+                break
+        raise _SilenceError
+
+    def _give_up(self, link: Link) -> None:
+        """Connect anew, perhaps elsewhere; wait longer then, since the line may just be slow."""
+        log.warning("weight_publisher_silent", address=link.endpoints.tiles, waiting_for=str(self._stats.phase))
+        self._stats.num_silences += 1
+        self._stats.num_resumed_tiles += self._transfer.num_verified if self._transfer else 0
+        self._patience = min(2 * self._patience, _MAX_PATIENCE)
+        self._disconnect(link)
+
+    def _disconnect(self, link: Link) -> None:
+        self._stats.num_ignored += link.num_ignored
+        link.close()
+        self._link = None
+
+    # Transfer
+
+    async def _received(self, link: Link, floor: int) -> Transfer:
+        """A complete transfer of a version above `floor`."""
+        while True:
+            if self._transfer is None or self._transfer.manifest.weight_version <= floor:
+                self._transfer = None  # frees its buffer before the next is made
+                self._transfer = await self._started(link, floor)
+            self._stats.phase = Phase.TILES
+            started = time.perf_counter()
+            try:
+                if await self._fetched(link, self._transfer):
+                    return self._transfer
+            finally:
+                self._stats.receive_s += time.perf_counter() - started
+            self._transfer = None
+
+    async def _started(self, link: Link, floor: int) -> Transfer:
+        """Ask until there is a version above `floor`."""
+        has_waited = False
+        while True:
+            self._stats.phase = Phase.PUBLISHER
+            number = await link.request(Kind.GET_MANIFEST, version=floor)
+            answer = await self._answer_to(link, number)
+            if answer.header.kind is Kind.MANIFEST:
+                await link.note_announcements()
+                self._stats.num_missed_announcements += has_waited and link.announced <= floor
+                return self._prepared(answer, floor)
+            self._stats.phase = Phase.VERSION
+            await link.wait_for_announcement(floor, self._settings.poll_s)
+            has_waited = True
+
+    async def _answer_to(self, link: Link, number: int) -> Answer:
+        """Answers to earlier requests may still be under way and are of no use now."""
+        while True:
+            answer = await self._answer(link)
+            if answer.header.request == number:
+                return answer
+
+    def _prepared(self, answer: Answer, floor: int) -> Transfer:
+        manifest = decode_manifest(answer.payload, max_model_bytes=self._settings.max_model_bytes)
+        version = manifest.weight_version
+        if version <= floor or (version, manifest.root) != (answer.header.version, answer.header.root):
+            raise WeightError(f"the manifest is of version {version}, not of the one that was asked for")
+        if self._pool.buffer_bytes != manifest.num_bytes:
+            self._pool = BufferPool(manifest.num_bytes, max_free=1)
+        try:
+            return Transfer(manifest, self._pool.borrow())
+        except MemoryError as error:
+            raise WeightError(f"no memory for the {manifest.num_bytes} bytes of version {version}") from error
+
+    async def _fetched(self, link: Link, transfer: Transfer) -> bool:
+        """Order tiles until all are there. False: the publisher no longer has the version."""
+        version, root = transfer.manifest.weight_version, transfer.manifest.root
+        ordered: dict[int, int] = {}  # request -> tile, in the order of the requests
+        try:
+            while not transfer.is_complete:
+                while len(ordered) < self._settings.credits and (index := transfer.next_missing()) is not None:
+                    ordered[await link.request(Kind.GET_TILE, version=version, index=index, root=root)] = index
+                answer = await self._answer(link)
+                if answer.header.kind is Kind.ERROR and answer.header.request in ordered:
+                    return False
+                if answer.header.kind is Kind.TILE and answer.header.request in ordered:
+                    await self._take(transfer, ordered, answer)
+        finally:
+            transfer.put_back(ordered.values())
+        await link.request(Kind.DONE, version=version, root=root)
+        return True
+
+    async def _take(self, transfer: Transfer, ordered: dict[int, int], answer: Answer) -> None:
+        """Verify one tile. Answers come in the order of the requests: what was passed over is lost."""
+        number = answer.header.request
+        is_right = await transfer.accept(ordered[number], answer.payload)
+        passed_over = [earlier for earlier in ordered if earlier < number]
+        self._stats.num_lost_tiles += len(passed_over)
+        self._stats.num_corrupt_tiles += not is_right
+        again = [*passed_over] if is_right else [*passed_over, number]
+        transfer.put_back([ordered[request] for request in again])
+        for request in (*passed_over, number):
+            del ordered[request]
+
+    def _finished(self, transfer: Transfer) -> WeightState:
+        version = transfer.manifest.weight_version
+        self._transfer = None
+        self._patience = 1
+        if self._last_version != NOTHING:
+            self._stats.num_skipped += version - self._last_version - 1
+        self._last_version = version
+        self._stats.num_versions += 1
+        self._stats.num_bytes += transfer.manifest.num_bytes
+        self._stats.verify_s += transfer.verify_s
+        return transfer.state()
