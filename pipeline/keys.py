@@ -69,6 +69,16 @@ class Keys:
         return self._key("uncommitted")
 
     @property
+    def evaluating(self) -> str:
+        """Set of the ids of evaluation groups that are in the streams."""
+        return self._key("evaluating")
+
+    @property
+    def replies(self) -> str:
+        """Hash consumer -> its last call and what it was answered, for calls whose reply got lost."""
+        return self._key("replies")
+
+    @property
     def meta(self) -> str:
         """Hash: run id, resolved configuration, weight version, addresses of the weight publisher."""
         return self._key("meta")

@@ -1,0 +1,89 @@
+"""What can be seen of a run's streams without changing them.
+
+In: the run's keys. Out: the ledger, depths, waiting entries, dead letters, uncommitted groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from typing import Any, cast
+
+from redis.asyncio import Redis
+
+from pipeline.connection import Scripts
+from pipeline.keys import CONSUMER_GROUP, Keys, Stream
+from pipeline.leases import DeadLetter, Queued, RawFields, integer_of, seconds_of, text_of
+from pipeline.ledger import Depth, Ledger, read_depths, read_ledger
+
+_BY_NAME = {stream.value: stream for stream in Stream}
+
+
+class Accounts:
+    """Views of the streams of one run."""
+
+    def __init__(self, redis: Redis, keys: Keys, *, consumer: str) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._scripts = Scripts(redis, keys, consumer=consumer)
+        self.consumer = consumer
+
+    async def ledger(self) -> Ledger:
+        """All accounts at one instant."""
+        return read_ledger(await self._scripts.call("ledger"))
+
+    async def depths(self) -> dict[Stream, Depth]:
+        """How full the streams are at one instant."""
+        return read_depths(await self._scripts.call("depths"))
+
+    async def peek(self, stream: Stream, count: int) -> list[Queued]:
+        """The oldest entries of a stream, and who holds them."""
+        key = self._keys.stream(stream)
+        entries = await self._range(key, count)
+        if not entries:
+            return []
+        pending = await self._redis.xpending_range(
+            key, CONSUMER_GROUP, min=entries[0][0], max=entries[-1][0], count=count
+        )
+        holders = {row["message_id"]: row["consumer"].decode("utf-8", "replace") for row in cast(Any, pending)}
+        return [_queued(entry_id, fields, holders.get(entry_id)) for entry_id, fields in entries]
+
+    async def dead_letters(self, count: int | None = None) -> list[DeadLetter]:
+        """Groups that no one can process, oldest first."""
+        entries = await self._range(self._keys.dead_letters, count)
+        return [_dead_letter(letter_id, fields) for letter_id, fields in entries]
+
+    async def uncommitted(self) -> dict[str, bytes]:
+        """Group id -> prompt payload of all that is trained but in no checkpoint, by group id."""
+        reply = await cast(Awaitable[Mapping[bytes, bytes]], self._redis.hgetall(self._keys.uncommitted))
+        return {group_id.decode(): payload for group_id, payload in sorted(reply.items())}
+
+    async def _range(self, key: str, count: int | None) -> list[tuple[bytes, RawFields]]:
+        return cast(list[tuple[bytes, RawFields]], await self._redis.xrange(key, count=count))
+
+
+def _queued(entry_id: bytes, fields: RawFields, consumer: str | None) -> Queued:
+    return Queued(
+        entry_id=entry_id.decode(),
+        group_id=text_of(fields, b"group_id"),
+        attempt=integer_of(fields, b"attempt", 1),
+        weight_version=integer_of(fields, b"weight_version"),
+        is_evaluation=fields.get(b"evaluation") == b"1",
+        created_at=seconds_of(fields, b"created_at"),
+        num_payload_bytes=len(fields.get(b"payload", b"")),
+        consumer=consumer,
+    )
+
+
+def _dead_letter(letter_id: bytes, fields: RawFields) -> DeadLetter:
+    return DeadLetter(
+        letter_id=letter_id.decode(),
+        group_id=text_of(fields, b"group_id"),
+        stream=_BY_NAME.get(text_of(fields, b"stream"), Stream.PROMPTS),
+        reason=text_of(fields, b"reason"),
+        attempt=integer_of(fields, b"attempt", 1),
+        weight_version=integer_of(fields, b"weight_version"),
+        is_evaluation=fields.get(b"evaluation") == b"1",
+        created_at=seconds_of(fields, b"created_at"),
+        dead_at=seconds_of(fields, b"dead_at"),
+        payload=fields.get(b"payload", b""),
+    )

@@ -1,0 +1,108 @@
+"""The connection to Redis, and the Lua scripts that are called over it.
+
+In: settings and a URL. Out: a client that reconnects by itself, and scripts by name. No password
+ever appears in an error that is raised here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any, TypeAlias, cast
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialWithJitterBackoff
+
+from pipeline.config import RedisSettings
+from pipeline.errors import ConfigError
+from pipeline.keys import CONSUMER_GROUP, Keys
+
+Argument: TypeAlias = str | bytes | int
+EMBEDDED = "embedded"
+
+# A connection that cannot be made is tried again for about a minute; a call that was under way
+# when the server went is repeated at least that long. Longer outages are the caller's to report.
+_RETRIES = 64
+_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.02, 1.0
+_CONNECT_TIMEOUT_S = 5.0
+# Blocking reads end well before the socket gives up on them.
+MAX_BLOCK_S = 5.0
+_MIN_SOCKET_TIMEOUT_S = 2 * MAX_BLOCK_S
+
+
+def connect(settings: RedisSettings, url: str | None = None, *, retries: int = _RETRIES) -> Redis:
+    """A client for `url`, or for the one in the settings. retries: 0 fails at the first error.
+
+    RESP2 on purpose: its replies have one shape in every redis-py and on every server; RESP3, the
+    default, turns those of stream reads into maps. Raises ConfigError for a URL that cannot be one.
+    """
+    target = settings.url.get_secret_value() if url is None else url
+    if target == EMBEDDED:
+        raise ConfigError(
+            'redis.url = "embedded" is for `rollstream up` and `rollstream demo`, which start the server. '
+            "A worker on its own needs the server's URL: set REDIS_URL or redis.url, for example redis://host:6379"
+        )
+    try:
+        return Redis.from_url(
+            target,
+            protocol=2,
+            decode_responses=False,
+            retry=Retry(ExponentialWithJitterBackoff(cap=_LONGEST_BACKOFF_S, base=_FIRST_BACKOFF_S), retries),
+            socket_timeout=max(settings.socket_timeout_s, _MIN_SOCKET_TIMEOUT_S),
+            socket_connect_timeout=_CONNECT_TIMEOUT_S,
+        )
+    except (ValueError, TypeError):
+        scheme = target.partition("://")[0] if "://" in target else ""
+        raise ConfigError(
+            f"redis.url (scheme {scheme!r}, the rest is not shown) is not a Redis URL: "
+            "use redis://, rediss:// or unix://, for example redis://user:password@host:6379/0"
+        ) from None
+
+
+class Scripts:
+    """The files of `pipeline/scripts`, each called by its name in one round trip.
+
+    EVALSHA first; a server that does not know the script, such as one just restarted, is given
+    its text (redis-py's register_script). `common.lua` stands in front of each.
+
+    A call whose reply gets lost is sent again by redis-py. Calls are numbered, and Redis keeps the
+    last answer to each consumer: the repetition is answered with it and nothing is done twice. So
+    one consumer makes one call at a time.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys, *, consumer: str) -> None:
+        folder = resources.files("pipeline") / "scripts"
+        common = (folder / "common.lua").read_text()
+        self._scripts = {
+            file.name.removesuffix(".lua"): redis.register_script(common + file.read_text())
+            for file in folder.iterdir()
+            if file.name.endswith(".lua") and file.name != "common.lua"
+        }
+        self._keys = (
+            *keys.streams,
+            keys.dead_letters,
+            keys.ledger,
+            keys.uncommitted,
+            keys.evaluating,
+            keys.replies,
+        )
+        self._consumer = consumer
+        self._life = uuid.uuid4().hex[:12]
+        self._numbers = itertools.count()
+        self._one_at_a_time = asyncio.Lock()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All keys that scripts touch, in the order of KEYS."""
+        return self._keys
+
+    async def call(self, name: str, args: Sequence[Argument] = ()) -> Any:
+        """What the script returns: integers, bytes, and lists of them."""
+        async with self._one_at_a_time:
+            number = f"{self._life}:{next(self._numbers)}"
+            arguments = [CONSUMER_GROUP, self._consumer, number, *args]
+            return await self._scripts[name](keys=cast(Any, self._keys), args=cast(Any, arguments))

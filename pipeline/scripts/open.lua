@@ -1,0 +1,19 @@
+-- Makes the consumer groups and forgets consumers that are long gone. ARGV: idle ms.
+local made = 0
+for _, stream in ipairs(STREAMS) do
+  local result = redis.pcall('XGROUP', 'CREATE', stream, GROUP, '0', 'MKSTREAM')
+  if not result.err then
+    made = made + 1
+  elseif string.sub(result.err, 1, 9) ~= 'BUSYGROUP' then
+    return result
+  end
+  for _, info in ipairs(redis.call('XINFO', 'CONSUMERS', stream, GROUP)) do
+    local consumer = {}
+    for i = 1, #info, 2 do consumer[info[i]] = info[i + 1] end
+    if consumer.pending == 0 and consumer.idle > tonumber(ARGV[4]) and consumer.name ~= CONSUMER then
+      redis.call('XGROUP', 'DELCONSUMER', stream, GROUP, consumer.name)
+      redis.call('HDEL', REPLIES, consumer.name)
+    end
+  end
+end
+return made

@@ -1,0 +1,330 @@
+"""Groups on their way: fed, claimed, handed over, dropped, dead, trained.
+
+In: entries and leases. Out: leases and what became of each call. A group is in one place at every
+instant: each movement is one Lua call that goes on only if this consumer still holds the entry,
+and that keeps the ledger. Streams are never trimmed, and no payload is ever looked into.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from pipeline.accounts import Accounts
+from pipeline.config import QueueSettings
+from pipeline.connection import MAX_BLOCK_S, Argument, connect
+from pipeline.keys import CONSUMER_GROUP, Keys, Stream
+from pipeline.leases import DeadLetter, Entry, Lease, LeaseKeeper, Moved, Queued, lease_of
+from pipeline.ledger import Depth, DropReason, Ledger
+from pipeline.messages import SCHEMA_VERSION
+
+__all__ = [
+    "DeadLetter",
+    "Depth",
+    "DropReason",
+    "Entry",
+    "Lease",
+    "LeaseKeeper",
+    "Ledger",
+    "Moved",
+    "Queued",
+    "Streams",
+    "connect",
+]
+
+_Item = TypeVar("_Item")
+_INDEX = {stream: index for index, stream in enumerate(Stream, start=1)}
+_OUTCOMES = (Moved.REFUSED, Moved.MOVED, Moved.FULL)
+_MAX_REASON = 1000
+_FORGET_CONSUMER_MS = 3600 * 1000
+
+
+class Streams(Accounts):
+    """The three streams of one run, as one consumer sees them.
+
+    consumer: unique among living workers; a worker that comes back under its name finds its leases.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys, settings: QueueSettings, *, consumer: str) -> None:
+        super().__init__(redis, keys, consumer=consumer)
+        self._settings = settings
+        self._cursors = dict.fromkeys(Stream, b"0-0")
+        self._next_reclaim_at = dict.fromkeys(Stream, 0.0)
+        self.num_reopened = 0
+
+    @property
+    def lease_s(self) -> float:
+        """Seconds without a sign of life after which a lease lapses."""
+        return self._settings.lease_s
+
+    async def open(self) -> None:
+        """Makes the consumer groups where they are missing. Harmless when repeated."""
+        await self._scripts.call("open", [_FORGET_CONSUMER_MS])
+
+    async def clear(self) -> None:
+        """Removes all groups, dead letters and accounts of this run, and opens it anew."""
+        await self._redis.unlink(*self._scripts.keys)
+        await self.open()
+
+    # Into the streams
+
+    async def feed(self, entries: Sequence[Entry], *, limit: int) -> int:
+        """Puts groups on `prompts` while fewer than `limit` training groups are live.
+
+        Returns how many from the front were accepted. Evaluation groups are bound by
+        queues.max_length only. What was fed before counts as accepted and is left alone: a
+        training group whose ordinal is below the ledger's next_ordinal, an evaluation group that
+        is still in the streams.
+        """
+        accepted = 0
+        for batch in _batches(entries, lambda entry: len(entry.payload)):
+            args: list[Argument] = [limit, self._settings.max_length, SCHEMA_VERSION]
+            for entry in batch:
+                ordinal = "" if entry.ordinal is None else entry.ordinal
+                args += [entry.group_id, entry.weight_version, int(entry.is_evaluation), ordinal, entry.payload]
+            done = cast(int, await self._scripts.call("feed", args))
+            accepted += done
+            if done < len(batch):
+                break
+        return accepted
+
+    async def refeed_uncommitted(self, entries: Sequence[Entry], *, limit: int) -> int:
+        """Moves uncommitted groups back to `prompts`, to be generated afresh.
+
+        For a trainer that resumes: their effect was lost with the weights. entries: the groups of
+        `uncommitted`, stamped for the restored version. Returns how many from the front were
+        accepted; feed nothing new before it is all of them.
+        """
+        accepted = 0
+        for batch in _batches(entries, lambda entry: len(entry.payload)):
+            args: list[Argument] = [limit, self._settings.max_length, SCHEMA_VERSION]
+            for entry in batch:
+                args += [entry.group_id, entry.weight_version, entry.payload]
+            done = cast(int, await self._scripts.call("refeed", args))
+            accepted += done
+            if done < len(batch):
+                break
+        return accepted
+
+    async def requeue(self, ids: Sequence[str] | None = None, payloads: Mapping[str, bytes] | None = None) -> int:
+        """Moves dead letters back to the stream they died in, with a full set of attempts.
+
+        ids: of letters, None takes all. payloads: letter id -> mended payload. Returns how many
+        moved; a letter that is gone, or whose stream is full, is not among them.
+        """
+        if ids is None:
+            ids = [letter.letter_id for letter in await self.dead_letters()]
+        mended = payloads or {}
+        moved = 0
+        for batch in _batches(ids, lambda letter_id: len(mended.get(letter_id, b""))):
+            args: list[Argument] = [self._settings.max_length]
+            for letter_id in batch:
+                args += [letter_id, int(letter_id in mended), mended.get(letter_id, b"")]
+            moved += cast(list[int], await self._scripts.call("requeue", args)).count(1)
+        return moved
+
+    # Claiming
+
+    async def claim(self, stream: Stream, count: int, *, block_s: float) -> list[Lease]:
+        """Up to `count` groups: those whose lease lapsed first, then new ones.
+
+        Waits up to `block_s` for the first one. Lapsed leases are looked for every third of a
+        lease and whenever there is nothing new; what was tried max_attempts times is dead-lettered.
+        A call that is cancelled, or whose reply is lost, may leave groups with this consumer: they
+        come back when their lease lapses.
+        """
+        deadline = time.monotonic() + block_s
+        leases: list[Lease] = []
+        if time.monotonic() >= self._next_reclaim_at[stream]:
+            leases = await self._reclaim(stream, count)
+        while not leases:
+            wait_s = min(max(deadline - time.monotonic(), 0.0), self.lease_s / 3, MAX_BLOCK_S)
+            leases = await self._read(stream, count, wait_s)
+            if leases:
+                return leases
+            leases = await self._reclaim(stream, count)
+            if time.monotonic() >= deadline:
+                return leases
+        if len(leases) < count:
+            leases += await self._read(stream, count - len(leases), 0.0)
+        return leases
+
+    async def _read(self, stream: Stream, count: int, wait_s: float) -> list[Lease]:
+        try:
+            reply = await self._redis.xreadgroup(
+                CONSUMER_GROUP,
+                self.consumer,
+                {self._keys.stream(stream): ">"},
+                count=count,
+                block=max(1, int(wait_s * 1000)) if wait_s > 0 else None,
+            )
+        except ResponseError as error:
+            await self._reopen_after(error)
+            return []
+        entries = cast(Any, reply)[0][1] if reply else []
+        return [lease_of(stream, entry_id, fields, 1) for entry_id, fields in entries]
+
+    async def _reclaim(self, stream: Stream, count: int) -> list[Lease]:
+        self._next_reclaim_at[stream] = time.monotonic() + self.lease_s / 3
+        lease_ms = max(1, int(self.lease_s * 1000))
+        limit = self._settings.max_attempts
+        args: list[Argument] = [_INDEX[stream], lease_ms, count, self._cursors[stream], limit]
+        try:
+            cursor, taken, _ = await self._scripts.call("reclaim", args)
+        except ResponseError as error:
+            await self._reopen_after(error)
+            return []
+        self._cursors[stream] = cursor
+        return [lease_of(stream, entry_id, _pairs(flat), deliveries) for entry_id, deliveries, flat in taken]
+
+    async def _reopen_after(self, error: ResponseError) -> None:
+        """A server that came back without its data has no consumer groups: makes them again."""
+        if not any(word in str(error) for word in ("NOGROUP", "UNBLOCKED")):
+            raise error
+        self.num_reopened += 1
+        await self.open()
+
+    async def renew(self, leases: Sequence[Lease]) -> list[Lease]:
+        """Restarts the term of these leases; returns those that are lost."""
+        lost: list[Lease] = []
+        for batch in _batches(leases, _nothing):
+            args = [word for lease in batch for word in _place(lease)]
+            lost += _refused(batch, await self._scripts.call("renew", args))
+        return lost
+
+    # Onward
+
+    async def hand_over(self, lease: Lease, entry: Entry, to: Stream) -> Moved:
+        """Moves one group to the next stream, if its lease still holds."""
+        return (await self.hand_over_many([(lease, entry)], to))[0]
+
+    async def hand_over_many(self, pairs: Sequence[tuple[Lease, Entry]], to: Stream) -> list[Moved]:
+        """Moves groups to the next stream, each if its lease still holds and there is room."""
+        outcomes: list[Moved] = []
+        for batch in _batches(pairs, lambda pair: len(pair[1].payload)):
+            args: list[Argument] = [_INDEX[to], self._settings.max_length, SCHEMA_VERSION]
+            for lease, entry in batch:
+                assert lease.group_id == entry.group_id, "a lease is handed over as the group it is on"
+                args += [*_place(lease), lease.group_id, entry.weight_version, int(lease.is_evaluation), entry.payload]
+            outcomes += [_OUTCOMES[code] for code in await self._scripts.call("hand_over", args)]
+        return outcomes
+
+    async def release(self, leases: Sequence[Lease], *, has_failed: bool = False) -> None:
+        """Gives groups back, for others to claim at once.
+
+        has_failed: the attempt counts; without it, as in a drain, it does not.
+        """
+        for batch in _batches(leases, _nothing):
+            args: list[Argument] = []
+            for lease in batch:
+                args += [*_place(lease), lease.attempt + has_failed]
+            await self._scripts.call("release", args)
+
+    async def release_all(self) -> int:
+        """Gives back all that this consumer holds, also what it never saw; then it is gone.
+
+        Returns how many. For the end of a worker: nothing else may use this object meanwhile.
+        """
+        released = 0
+        for stream in Stream:
+            left = 1
+            while left:
+                done, left = await self._scripts.call("release_all", [_INDEX[stream], _BATCH_GROUPS])
+                released += done
+        await self._redis.hdel(self._keys.replies, self.consumer)
+        return released
+
+    # Out of the streams
+
+    async def dead_letter(self, lease: Lease, reason: str) -> bool:
+        """Sets a group aside that cannot be processed. False when the lease was lost."""
+        args: list[Argument] = [*_place(lease), lease.attempt, reason[:_MAX_REASON]]
+        return bool(await self._scripts.call("dead_letter", args))
+
+    async def drop(self, leases: Sequence[Lease], reason: DropReason, *, refeed: Sequence[Entry] = ()) -> int:
+        """Takes groups out unused and frees their places; returns how many were still held.
+
+        refeed: for each lease the new group that takes its place, or none at all.
+        """
+        if refeed and len(refeed) != len(leases):
+            raise ValueError(f"{len(refeed)} groups to feed again for {len(leases)} dropped ones")
+        substitutes: Sequence[Entry | None] = refeed or [None] * len(leases)
+        dropped = 0
+        for batch in _batches(list(zip(leases, substitutes, strict=True)), lambda pair: _size(pair[1])):
+            args: list[Argument] = [reason.value, SCHEMA_VERSION]
+            for lease, entry in batch:
+                args += [*_place(lease), lease.group_id, int(lease.is_evaluation)]
+                args += ["", "", ""] if entry is None else [entry.group_id, entry.weight_version, entry.payload]
+            dropped += sum(await self._scripts.call("drop", args))
+        return dropped
+
+    async def finish_training(self, leases: Sequence[Lease], prompts: Mapping[str, bytes]) -> list[Lease]:
+        """The groups of one optimiser step, in one call: trained, and uncommitted until `commit`.
+
+        prompts: group id -> payload of its prompt. Returns those whose lease was lost.
+        """
+        if not leases:
+            return []
+        args: list[Argument] = []
+        for lease in leases:
+            assert not lease.is_evaluation, "evaluation groups are never trained on"
+            args += [*_place(lease), lease.group_id, prompts[lease.group_id]]
+        return _refused(leases, await self._scripts.call("finish_training", args))
+
+    async def finish_evaluation(self, leases: Sequence[Lease]) -> list[Lease]:
+        """Evaluation groups that were reported. Returns those whose lease was lost."""
+        if not leases:
+            return []
+        args: list[Argument] = []
+        for lease in leases:
+            args += [*_place(lease), lease.group_id]
+        return _refused(leases, await self._scripts.call("finish_evaluation", args))
+
+    # Commitment
+
+    async def commit(self, group_ids: Sequence[str]) -> int:
+        """These groups' effect is in a checkpoint on disk. Returns how many were uncommitted."""
+        committed = 0
+        for batch in _batches(group_ids, _nothing):
+            committed += await self._redis.hdel(self._keys.uncommitted, *batch)
+        return committed
+
+
+# One call holds up everyone's: these bound for how long.
+_BATCH_GROUPS, _BATCH_BYTES = 256, 64 * 1024 * 1024
+
+
+def _batches(items: Sequence[_Item], num_bytes: Callable[[_Item], int]) -> Iterator[Sequence[_Item]]:
+    start, size = 0, 0
+    for position, item in enumerate(items):
+        size += num_bytes(item)
+        is_full = position - start == _BATCH_GROUPS or size > _BATCH_BYTES
+        if is_full and position > start:
+            yield items[start:position]
+            start, size = position, num_bytes(item)
+    if start < len(items):
+        yield items[start:]
+
+
+def _pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _place(lease: Lease) -> tuple[int, bytes]:
+    return _INDEX[lease.stream], lease.entry_id
+
+
+def _refused(leases: Sequence[Lease], held: Sequence[int]) -> list[Lease]:
+    return [lease for lease, is_held in zip(leases, held, strict=True) if not is_held]
+
+
+def _size(entry: Entry | None) -> int:
+    return 0 if entry is None else len(entry.payload)
+
+
+def _nothing(_: object) -> int:
+    return 0

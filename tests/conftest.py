@@ -1,0 +1,65 @@
+"""Servers, clients and run names for all tests.
+
+One Valkey server serves the whole session, on a unix socket; each test has a run of its own in it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from pipeline.config import RedisSettings
+from pipeline.embedded import EmbeddedServer
+from pipeline.keys import Keys
+from pipeline.streams import connect
+
+
+@pytest.fixture(scope="session")
+def valkey_url() -> Iterator[str]:
+    """URL of the session's Valkey server."""
+    with EmbeddedServer.start() as server:
+        yield server.url
+
+
+@pytest.fixture(scope="session")
+def debian_redis_url() -> Iterator[str]:
+    """URL of the session's Redis server, from the program on PATH; skips where there is none."""
+    program = shutil.which("redis-server")
+    if program is None:
+        pytest.skip("redis-server is not installed")
+    with EmbeddedServer.start(binary=Path(program)) as server:
+        yield server.url
+
+
+@pytest.fixture(params=["valkey", "redis"])
+def redis_url(request: pytest.FixtureRequest) -> str:
+    """URL of a server of each kind, for tests of what we ask of Redis."""
+    name = {"valkey": "valkey_url", "redis": "debian_redis_url"}[request.param]
+    return str(request.getfixturevalue(name))
+
+
+@pytest.fixture
+def run_name() -> str:
+    """Name of a run that no other test uses."""
+    return f"test-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def keys(run_name: str) -> Keys:
+    """Keys of this test's run."""
+    return Keys(run_name)
+
+
+@pytest.fixture
+async def redis(valkey_url: str, keys: Keys) -> AsyncIterator[Redis]:
+    """A client of the session's Valkey; the run's keys are removed afterwards."""
+    client = connect(RedisSettings(), valkey_url)
+    yield client
+    async for key in client.scan_iter(match=keys.pattern.encode()):
+        await client.delete(key)
+    await client.aclose()
