@@ -16,10 +16,16 @@ from pipeline.feeder import prompt_entry
 from pipeline.messages import PromptGroup, ScoredGroup
 from pipeline.streams import Streams
 
+_NUM_SAMPLES = 3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationReport:
-    """One round. weight_version_min/max: of the tokens. reward_mean: over scored completions."""
+    """One round.
+
+    weight_version_min, weight_version_max: of the tokens. reward_mean: over scored completions.
+    samples: the first groups of the held-out data.
+    """
 
     asked_version: int
     weight_version_min: int
@@ -28,6 +34,7 @@ class EvaluationReport:
     num_scored: int
     reward_mean: float
     rewards: dict[str, float]
+    samples: tuple[ScoredGroup, ...] = ()
 
     def as_metrics(self) -> dict[str, float]:
         """Flat, for records and trackers."""
@@ -123,4 +130,5 @@ def _report(round_: _Round) -> EvaluationReport:
         num_scored=len(rewards),
         reward_mean=float(np.mean(rewards)) if rewards else float("nan"),
         rewards={name: float(np.mean(values)) for name, values in parts.items()},
+        samples=tuple(sorted(groups, key=lambda group: group.rollout.prompt.ordinal)[:_NUM_SAMPLES]),
     )

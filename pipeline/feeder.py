@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pipeline.messages import PromptGroup
 from pipeline.prompts import PromptSource
@@ -17,13 +17,14 @@ from pipeline.streams import Entry, Streams
 from pipeline.wire import encode
 
 
-def prompt_entry(group: PromptGroup) -> Entry:
-    """The stream entry of a prompt group."""
+def prompt_entry(group: PromptGroup, *, ordinal: int | None = None) -> Entry:
+    """The stream entry of a prompt group. ordinal: of a group that is fed for the first time."""
     return Entry(
         group_id=group.group_id,
         weight_version=group.fed_version,
         payload=encode(group),
         is_evaluation=group.is_evaluation,
+        ordinal=ordinal,
     )
 
 
@@ -60,30 +61,46 @@ class Feeder:
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._refused: deque[PromptGroup] = deque()
+        self._lost: deque[PromptGroup] = deque()
         self._has_ended = False
 
     @property
     def has_ended(self) -> bool:
         """Whether the data set has no more prompts to give."""
-        return self._has_ended and not self._refused
+        return self._has_ended and not self._refused and not self._lost
 
     @property
     def cursor(self) -> int:
         """Ordinal of the next group to be fed."""
         return self._refused[0].ordinal if self._refused else self._source.cursor
 
+    def feed_again(self, groups: Iterable[PromptGroup]) -> None:
+        """Groups whose effect was lost with the weights; they go before all others."""
+        self._lost.extend(groups)
+
     async def top_up(self, *, version: int, limit: int) -> int:
         """Feed until `limit` groups are live or the data ends. Returns how many were fed."""
         live = (await self._streams.ledger()).live
-        groups = [
-            stamped(group, version=version, min_version=self._min_version(version, live + position))
-            for position, group in enumerate(self._take(limit - live))
-        ]
+        if self._lost:
+            lost = self._stamp(list(self._lost)[: limit - live], version, live)
+            entries = [prompt_entry(group) for group in lost]
+            accepted = await self._streams.refeed_uncommitted(entries, limit=limit)
+            for _ in range(accepted):
+                self._lost.popleft()
+            return accepted
+        groups = self._stamp(self._take(limit - live), version, live)
         if not groups:
             return 0
-        accepted = await self._streams.feed([prompt_entry(group) for group in groups], limit=limit)
+        entries = [prompt_entry(group, ordinal=group.ordinal) for group in groups]
+        accepted = await self._streams.feed(entries, limit=limit)
         self._refused.extendleft(reversed(groups[accepted:]))
         return accepted
+
+    def _stamp(self, groups: Sequence[PromptGroup], version: int, num_ahead: int) -> list[PromptGroup]:
+        return [
+            stamped(group, version=version, min_version=self._min_version(version, num_ahead + position))
+            for position, group in enumerate(groups)
+        ]
 
     def again(self, groups: Sequence[PromptGroup], *, version: int) -> list[Entry]:
         """Entries that feed the prompts of dropped groups once more, under new ids."""

@@ -10,6 +10,8 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from pipeline.config import Config
 from pipeline.evaluation import EvaluationReport
 from pipeline.lifecycle import WorkerContext
@@ -21,6 +23,7 @@ from pipeline.streams import DropReason
 from pipeline.tracking import create_trackers
 
 _WAITING_SHARE = 0.2
+_GAUGES = ("reward_mean", "loss", "grad_norm", "importance_ratio_mean", "mismatch_kl", "clip_fraction")
 
 
 class Progress:
@@ -36,7 +39,6 @@ class Progress:
         self._started = time.monotonic()
         self._last_step_at = self._started
         self._dropped: Counter[DropReason] = Counter()
-        self._tokens = 0
 
     def step(
         self,
@@ -44,16 +46,16 @@ class Progress:
         groups: Sequence[ScoredGroup],
         metrics: Mapping[str, float],
         *,
+        trainer_version: int,
         waited_s: float,
         step_s: float,
         dropped: Counter[DropReason],
     ) -> None:
-        """One optimiser step is done."""
+        """One optimiser step is done. trainer_version: of the weights that were trained, before the step."""
         now = time.monotonic()
         tokens = sum(len(completion) for group in groups for completion in group.rollout.completions)
         wall_s = now - self._last_step_at
         self._last_step_at = now
-        self._tokens += tokens
         row = {
             **metrics,
             "weight_version": float(state.version),
@@ -70,7 +72,7 @@ class Progress:
         self._recorder.samples(state.step, groups[: self._config.tracking.samples_per_step])
         for tracker in self._trackers:
             tracker.log(state.step, row)
-        self._observe(state, groups, row, dropped)
+        self._observe(state, groups, row, trainer_version, dropped)
         limit = "generation or scoring" if waited_s > _WAITING_SHARE * wall_s else "training"
         self._context.set_status(
             step=state.step,
@@ -94,6 +96,7 @@ class Progress:
         state: TrainerState,
         groups: Sequence[ScoredGroup],
         row: Mapping[str, float],
+        trainer_version: int,
         dropped: Counter[DropReason],
     ) -> None:
         metrics = self._context.metrics
@@ -101,23 +104,33 @@ class Progress:
         metrics.step_seconds.observe(row["step_s"])
         metrics.busy_seconds_total.inc(row["step_s"])
         metrics.idle_seconds_total.labels(cause="no_input").inc(row["waited_s"])
-        metrics.groups_in_total.inc(row["groups"])
+        metrics.groups_in_total.inc(len(groups))
+        metrics.groups_out_total.inc(len(groups))
         metrics.tokens_in_total.inc(row["trained_tokens"])
-        if "reward_mean" in row:
-            metrics.reward_mean.set(row["reward_mean"])
+        metrics.tokens_out_total.inc(row["trained_tokens"])
+        metrics.nonfinite_tokens_total.inc(row.get("nonfinite_tokens", 0.0))
+        metrics.masked_tokens_total.inc(row.get("masked_tokens", 0.0))
+        for name in _GAUGES:
+            if name in row:
+                getattr(metrics, name).set(row[name])
         for reason, count in (dropped - self._dropped).items():
             metrics.dropped_total.labels(reason=reason.value).inc(count)
         self._dropped = dropped.copy()
+        now = time.time()
         for group in groups:
-            for ages in assess(group, int(row["trainer_version"]), self._config.staleness).token_ages:
-                metrics.observe_staleness(ages)
+            metrics.group_age_seconds.observe(max(0.0, now - group.rollout.prompt.hops.get("fed", now)))
+            for ages in assess(group, trainer_version, self._config.staleness).token_ages:
+                for age, count in zip(*np.unique(ages, return_counts=True), strict=True):
+                    metrics.staleness_versions.observe(float(age), int(count))
 
     def evaluation(self, step: int, report: EvaluationReport) -> None:
         """One evaluation round is complete."""
         row = report.as_metrics()
         self._recorder.metrics(step, row)
+        self._recorder.samples(step, report.samples)
         for tracker in self._trackers:
             tracker.log(step, row)
+        self._context.metrics.eval_reward_mean.set(report.reward_mean)
         self._context.set_status(eval_reward=report.reward_mean, eval_weight_version=report.weight_version_max)
         self._context.log.info(
             "evaluation",

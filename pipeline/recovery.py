@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.checkpoints import Checkpoints
 from pipeline.errors import RunConflictError
 from pipeline.learner import Learner
 from pipeline.lifecycle import WorkerContext
+from pipeline.messages import Json, PromptGroup
+from pipeline.wire import decode
 
 _LOCK_WAIT_S = 0.5
 
@@ -88,21 +90,27 @@ class Recovery:
         if context.config.checkpoint.resume == "auto":
             checkpoint = await asyncio.to_thread(self._checkpoints.latest)
         known_version = await context.fleet.version()
-        fed = await context.streams.next_ordinal()
+        fed = (await context.streams.ledger()).next_ordinal
         if checkpoint is None:
             state = TrainerState(step=0, version=0, cursor=fed)
         else:
-            await asyncio.to_thread(checkpoint.restore, learner)
-            saved = checkpoint.state
-            state = TrainerState(step=saved["step"], version=saved["version"], cursor=max(fed, saved["cursor"]))
-        num_again = await context.streams.refeed_uncommitted()
+            learner.load_state_dict(await asyncio.to_thread(checkpoint.learner_state))
+            step, version, cursor = (_integer(checkpoint.state, name) for name in ("step", "version", "cursor"))
+            state = TrainerState(step=step, version=version, cursor=max(fed, cursor))
         if known_version is not None:
             state = dataclasses.replace(state, version=max(known_version, state.version) + 1)
         if checkpoint is not None or known_version is not None:
-            context.log.info(
-                "resumed", step=state.step, weight_version=state.version, cursor=state.cursor, fed_again=num_again
-            )
+            context.log.info("resumed", step=state.step, weight_version=state.version, cursor=state.cursor)
         return state
+
+    async def lost_groups(self) -> list[PromptGroup]:
+        """Groups that were trained into weights which no checkpoint holds."""
+        context = self._context
+        payloads = (await context.streams.uncommitted()).values()
+        lost = [decode(payload, PromptGroup, max_bytes=context.config.queues.max_payload_bytes) for payload in payloads]
+        if lost:
+            context.log.info("fed_again", num_groups=len(lost))
+        return lost
 
     async def save(self, learner: Learner, state: TrainerState) -> TrainerState:
         """Write a checkpoint, then commit the groups whose effect it holds."""
@@ -112,3 +120,9 @@ class Recovery:
         await context.streams.commit(state.uncommitted)
         context.log.info("checkpoint_written", step=state.step, path=str(path))
         return dataclasses.replace(state, uncommitted=())
+
+
+def _integer(state: Mapping[str, Json], name: str) -> int:
+    value = state[name]
+    assert isinstance(value, int), f"{name} was saved as an integer"
+    return value

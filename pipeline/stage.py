@@ -179,4 +179,4 @@ class Stage:
             await self._set_aside(lease, reason)
             return
         self._context.log.warning("group_failed", group_id=lease.group_id, attempt=lease.attempt, reason=reason)
-        await self._context.streams.release([lease], count_attempt=True)
+        await self._context.streams.release([lease], has_failed=True)

@@ -55,6 +55,7 @@ class GenerationWork:
         )
         context.metrics.tokens_in_total.inc(len(prompt.prompt_token_ids))
         context.metrics.tokens_out_total.inc(sum(len(completion) for completion in completions))
+        context.set_status(tokens_generated=self._engine.num_tokens_generated)
         return Entry(
             group_id=lease.group_id,
             weight_version=min(completion.spans[0].weight_version for completion in completions),

@@ -66,6 +66,7 @@ class Trainer:
         """Train to the last step or the end of the data; then stop the run."""
         self._state = await self._recovery.restore(self._learner)
         self._data.source.cursor = self._state.cursor
+        self._feeder.feed_again(await self._recovery.lost_groups())
         try:
             await self._context.fleet.set_endpoints(self._publisher.start())
             await self._publish()
@@ -122,8 +123,9 @@ class Trainer:
 
     async def _step(self, batch: Sequence[HeldGroup], *, waited_s: float) -> None:
         groups = [held.group for held in batch]
+        version = self._state.version
         started = time.monotonic()
-        metrics = await asyncio.to_thread(self._learner.step, groups, trainer_version=self._state.version)
+        metrics = await asyncio.to_thread(self._learner.step, groups, trainer_version=version)
         step_s = time.monotonic() - started
         self._state = self._state.after_step([held.lease.group_id for held in batch])
         if self._state.step % self._config.weights.publish_every == 0 or self._has_done_all_steps():
@@ -133,7 +135,13 @@ class Trainer:
         self._slots_freed.set()
         self._context.metrics.refused_total.inc(num_refused)
         self._progress.step(
-            self._state, groups, metrics, waited_s=waited_s, step_s=step_s, dropped=self._collector.dropped
+            self._state,
+            groups,
+            metrics,
+            trainer_version=version,
+            waited_s=waited_s,
+            step_s=step_s,
+            dropped=self._collector.dropped,
         )
         self._record(self._evaluator.take_reports())
         every = self._config.checkpoint.every_steps
@@ -148,6 +156,7 @@ class Trainer:
         await self._context.fleet.set_version(version)
         self._context.metrics.weight_publish_seconds.observe(time.monotonic() - started)
         self._context.metrics.weight_version.set(version)
+        self._context.metrics.weight_bytes_total.inc(state.num_bytes)
         self._context.set_status(weight_version=version, step=self._state.step)
 
     async def _feed(self) -> None:

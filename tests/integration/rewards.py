@@ -1,0 +1,29 @@
+"""Reward functions that worker processes of tests import by path."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+
+def spread(prompts: Sequence[str], completions: Sequence[str], **columns: object) -> list[float]:
+    """Different for each member of a group, so that no group is without variance."""
+    return [float(index) for index, _ in enumerate(completions)]
+
+
+def same(prompts: Sequence[str], completions: Sequence[str], **columns: object) -> list[float]:
+    """The same for all: no group teaches anything."""
+    return [1.0 for _ in completions]
+
+
+def slow(prompts: Sequence[str], completions: Sequence[str], **columns: object) -> list[float]:
+    """A quarter of a second for each call."""
+    time.sleep(0.25)
+    return [float(index) for index, _ in enumerate(completions)]
+
+
+def hangs_at_times(prompts: Sequence[str], completions: Sequence[str], **columns: object) -> list[float]:
+    """Never returns for every fourth prompt."""
+    if sum(map(ord, prompts[0])) % 4 == 0:
+        time.sleep(3600)
+    return [float(index) for index, _ in enumerate(completions)]
