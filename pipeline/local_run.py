@@ -59,6 +59,11 @@ class LocalRun:
         """The resolved settings, without secrets."""
         return self.config.run_dir / "config.toml"
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the workers, in data-flow order."""
+        return [spec.name for spec in self._specs()]
+
     def __enter__(self) -> LocalRun:
         with ExitStack() as stack:
             run_dir = self.config.run_dir
@@ -81,12 +86,15 @@ class LocalRun:
     ) -> Supervisor:
         """Ready to `run()`. Drains get a little longer than the workers give themselves."""
         return Supervisor(
-            worker_specs(self.config, self._crew, self._command, self.config_file, os.environ),
+            self._specs(),
             drain_timeout_s=self.config.worker.drain_timeout_s + _KILL_GRACE_S,
             on_line=on_line,
             on_exit=on_exit,
             restart=restart,
         )
+
+    def _specs(self) -> list[WorkerSpec]:
+        return worker_specs(self.config, self._crew, self._command, self.config_file, os.environ)
 
     def _start_server(self, stack: ExitStack, run_dir: Path) -> None:
         server = EmbeddedServer.start(run_dir / "redis" if self._persist else None, persist=self._persist)

@@ -75,6 +75,13 @@ def load_model(
     return loaded.train(trainable)
 
 
+def check_model_files(model: ModelSettings) -> None:
+    """Whether a directory holds all that a model needs, without reading it. Raises ModelError."""
+    _check_files(model, ("config.json",), "configuration (config.json)")
+    _check_files(model, _WEIGHT_FILES, "weights (*.safetensors)")
+    _check_files(model, _TOKENIZER_FILES, "tokenizer (tokenizer.json)")
+
+
 def load_config(model: ModelSettings) -> PreTrainedConfig:
     """The model's Hugging Face configuration. Raises ModelError."""
     from transformers import AutoConfig

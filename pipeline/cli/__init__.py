@@ -1,0 +1,85 @@
+"""The command `rollstream`: one small function for each thing a person can ask for.
+
+In: words. Out: text on stdout, an exit code. Nothing heavy is imported before a command needs it,
+and no mistake of the user's ends in a traceback: a line `error: ...` on stderr says what to do.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from pipeline import __version__
+from pipeline.cli.control import drain, pause, resume
+from pipeline.cli.inspect import checkpoints, rollouts, status, streams, workers
+from pipeline.cli.roles import demo, exporter, generator, scorer, trainer, up
+from pipeline.cli.settings import config, doctor
+from pipeline.errors import RollstreamError
+
+INTERRUPTED = 130
+USAGE = 2
+
+
+class InOrder(click.Group):
+    """Lists its commands in the order in which one needs them, not by the alphabet."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(cls=InOrder, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="rollstream")
+def cli() -> None:
+    """Asynchronous reinforcement learning for language models over Redis streams."""
+
+
+for command in (
+    demo,
+    up,
+    generator,
+    scorer,
+    trainer,
+    exporter,
+    status,
+    workers,
+    streams,
+    rollouts,
+    pause,
+    resume,
+    drain,
+    config,
+    checkpoints,
+    doctor,
+):
+    cli.add_command(command)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the script `rollstream`."""
+    sys.exit(run(argv))
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Execute one command line; returns its exit code."""
+    try:
+        result = cli.main(args=argv, prog_name="rollstream", standalone_mode=False)
+    except click.ClickException as error:
+        return _fail(error.format_message(), USAGE)
+    except RollstreamError as error:
+        return _fail(str(error), error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Who read our output has left, as in `rollstream status | head`. Python flushes once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return result if isinstance(result, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    for line in message.splitlines():
+        click.echo(f"error: {line}", err=True)
+    return code

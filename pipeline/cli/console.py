@@ -1,0 +1,65 @@
+"""The merged output of several workers: `generator-1 | ...`, coloured on a terminal.
+
+In: lines and exits from a supervisor. Out: lines for people.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+import click
+
+from pipeline.supervisor import USAGE, WorkerExit
+
+_COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_yellow")
+_SELF = "rollstream"
+
+
+class Console:
+    """Labels lines. names: all workers, so that labels line up."""
+
+    def __init__(self, names: Sequence[str], out: TextIO | None = None) -> None:
+        self._out = out or sys.stdout
+        self._width = max(map(len, [_SELF, *names]))
+        self._colours = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(names)}
+        self._is_coloured = self._out.isatty() and "NO_COLOR" not in os.environ
+        self._complaints: dict[str, str] = {}
+
+    def on_line(self, name: str, line: str) -> None:
+        if line.startswith("error: "):
+            self._complaints[name] = line
+        label = f"{name:<{self._width}} |"
+        if self._is_coloured:
+            label = click.style(label, fg=self._colours.get(name, "white"), bold=name == _SELF)
+        print(label, line, file=self._out, flush=True)
+
+    def on_exit(self, ended: WorkerExit) -> None:
+        if ended.code == 0:
+            self.say(f"{ended.name} is done")
+            return
+        then = "" if ended.restart_in_s is None else f"; starts again in {ended.restart_in_s:g} s"
+        self.say(f"{ended.name} {_how(ended.code)} after {ended.seconds:.1f} s{then}")
+
+    def say(self, text: str) -> None:
+        """A line of our own."""
+        self.on_line(_SELF, text)
+
+    def conclude(self, code: int) -> int:
+        """Repeat on stderr what a person must mend, once all other output has ended."""
+        if code == USAGE:
+            for name, complaint in self._complaints.items():
+                click.echo(f"{complaint} ({name})", err=True)
+        return code
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"

@@ -1,0 +1,67 @@
+"""Commands that ask a run to do something: pause, resume, drain.
+
+In: a run. Out: a request in Redis that the workers see with their next heartbeat.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from pipeline.cli.options import Sources, takes_config, with_redis
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+    from pipeline.keys import Keys
+
+
+@click.command()
+@takes_config
+def pause(sources: Sources) -> int:
+    """Let all workers finish what they hold and take nothing new."""
+
+    async def body(redis: Redis, keys: Keys) -> None:
+        from pipeline.fleet import Fleet
+
+        await Fleet(redis, keys).pause()
+
+    with_redis(sources.load(), body)
+    click.echo("paused; `rollstream resume` goes on")
+    return 0
+
+
+@click.command()
+@takes_config
+def resume(sources: Sources) -> int:
+    """Go on after a pause."""
+
+    async def body(redis: Redis, keys: Keys) -> None:
+        from pipeline.fleet import Fleet
+
+        await Fleet(redis, keys).resume()
+
+    with_redis(sources.load(), body)
+    click.echo("resumed")
+    return 0
+
+
+@click.command()
+@click.argument("target", metavar="ROLE|WORKER_ID")
+@takes_config
+def drain(sources: Sources, target: str) -> int:
+    """Let a worker, or all of a role, hand back its work and exit."""
+    from pipeline.errors import UsageError
+
+    async def body(redis: Redis, keys: Keys) -> list[str]:
+        from pipeline.fleet import Fleet
+
+        return await Fleet(redis, keys).drain(target)
+
+    chosen = with_redis(sources.load(), body)
+    if not chosen:
+        raise UsageError(f"no worker has the role or id {target!r}; `rollstream workers` lists them")
+    for worker_id in chosen:
+        click.echo(f"draining {worker_id}")
+    return 0

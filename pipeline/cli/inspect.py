@@ -1,0 +1,247 @@
+"""Commands that show a run: status, workers, streams, rollouts, checkpoints.
+
+In: a run. Out: tables for people, `--json` for programs. They change nothing, but `streams requeue`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from pipeline.cli.options import Sources, as_json, takes_config, with_redis
+from pipeline.cli.output import echo_json, echo_table, words
+from pipeline.errors import UsageError
+from pipeline.keys import Keys, Stream
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+    from pipeline.config import Config
+    from pipeline.fleet import WorkerInfo
+    from pipeline.leases import DeadLetter, Queued
+    from pipeline.ledger import Depth, Ledger
+    from pipeline.status import RunStatus
+    from pipeline.streams import Streams
+
+R = TypeVar("R")
+_CONSUMER = "command-line"
+_WATCH_INTERVAL_S = 1.0
+as_count = click.option("-n", "--count", type=click.IntRange(min=1), default=10, show_default=True)
+
+
+@click.command()
+@takes_config
+@click.option("--watch", "is_watch", is_flag=True, help="Go on until Ctrl-C.")
+@as_json
+def status(sources: Sources, is_watch: bool, is_json: bool) -> int:
+    """Show queues, workers, progress, and which stage limits the rate."""
+    from pipeline.status import render
+
+    config = sources.load()
+    while True:
+        now = _collect_status(config)
+        if is_json:
+            echo_json(now)
+        elif is_watch:
+            click.clear()
+        if not is_json:
+            click.echo(render(now))
+        if not is_watch:
+            return 0
+        time.sleep(_WATCH_INTERVAL_S)
+
+
+@click.command()
+@takes_config
+@as_json
+def workers(sources: Sources, is_json: bool) -> int:
+    """List the workers of a run and what they last said."""
+
+    async def body(redis: Redis, keys: Keys) -> list[WorkerInfo]:
+        from pipeline.fleet import Fleet
+
+        return await Fleet(redis, keys).workers()
+
+    found = with_redis(sources.load(), body)
+    if is_json:
+        echo_json(found)
+        return 0
+    rows = [
+        (w.worker_id, w.role, "alive" if w.is_alive else "lost", f"{w.age_s:.1f}", w.address, words(w.status))
+        for w in found
+    ]
+    echo_table(("worker", "role", "state", "seen_s", "address", "says"), rows, nothing="no workers")
+    return 0
+
+
+@click.group(invoke_without_command=True)
+@takes_config
+@as_json
+@click.pass_context
+def streams(context: click.Context, sources: Sources, is_json: bool) -> int:
+    """Show how full the queues are and where all groups went; peek; bring dead letters back."""
+    context.obj = sources
+    if context.invoked_subcommand is not None:
+        return 0
+
+    async def body(streams: Streams) -> tuple[Mapping[Stream, Depth], Ledger]:
+        return await streams.depths(), await streams.ledger()
+
+    depths, ledger = _with_streams(sources.load(), body)
+    if is_json:
+        echo_json({"streams": depths, "ledger": ledger, "balances": ledger.balances})
+        return 0
+    rows = [
+        (name, d.length, d.pending, d.backlog, f"{d.oldest_pending_s:.1f}", f"{d.oldest_waiting_s:.1f}")
+        for name, d in depths.items()
+    ]
+    echo_table(("stream", "length", "pending", "backlog", "oldest_pending_s", "oldest_waiting_s"), rows)
+    verdict = "balances" if ledger.balances else "DOES NOT BALANCE"
+    click.echo(
+        f"ledger {verdict}: fed {ledger.fed} = trained {ledger.trained} + dropped {ledger.num_dropped}"
+        f" + dead {ledger.dead} + live {ledger.live}"
+    )
+    return 0
+
+
+@streams.command("peek")
+@click.argument("stream", type=click.Choice([stream.value for stream in Stream]))
+@takes_config
+@as_count
+@as_json
+def peek(sources: Sources, stream: str, count: int, is_json: bool) -> int:
+    """Show the oldest groups of a queue without touching them."""
+
+    async def body(streams: Streams) -> Sequence[Queued]:
+        return await streams.peek(Stream(stream), count)
+
+    entries = _with_streams(sources.load(), body)
+    if is_json:
+        echo_json(entries)
+        return 0
+    rows = [
+        (e.entry_id, e.group_id, e.attempt, e.weight_version, e.consumer or "", e.num_payload_bytes) for e in entries
+    ]
+    echo_table(("entry", "group", "attempt", "version", "held_by", "bytes"), rows, nothing="empty")
+    return 0
+
+
+@streams.command("dead-letters")
+@takes_config
+@as_count
+@as_json
+def dead_letters(sources: Sources, count: int, is_json: bool) -> int:
+    """Show groups that no one could process, and why."""
+    letters = _with_streams(sources.load(), lambda streams: streams.dead_letters(count))
+    if is_json:
+        echo_json([_without_payload(letter) for letter in letters])
+        return 0
+    rows = [(x.letter_id, x.group_id, x.stream, x.attempt, x.reason) for x in letters]
+    echo_table(("letter", "group", "stream", "attempt", "reason"), rows, nothing="no dead letters")
+    return 0
+
+
+@streams.command("requeue")
+@click.argument("letters", nargs=-1, metavar="[LETTER]...")
+@click.option("--all", "is_all", is_flag=True, help="All dead letters.")
+@takes_config
+def requeue(sources: Sources, letters: tuple[str, ...], is_all: bool) -> int:
+    """Put dead letters back into the queue in which they died."""
+    if bool(letters) == is_all:
+        raise UsageError("name the letters (`rollstream streams dead-letters` lists them), or say --all")
+    moved = _with_streams(sources.load(), lambda streams: streams.requeue(None if is_all else list(letters)))
+    click.echo(f"{moved} put back")
+    return 0
+
+
+@click.group()
+def rollouts() -> None:
+    """Read sample completions that the trainer has recorded."""
+
+
+@rollouts.command("tail")
+@takes_config
+@as_count
+@as_json
+def tail(sources: Sources, count: int, is_json: bool) -> int:
+    """Show the newest samples."""
+    from pipeline.recorder import tail_samples
+
+    for sample in tail_samples(sources.load().run_dir, count):
+        _show_sample(sample, is_json)
+    return 0
+
+
+@rollouts.command("show")
+@click.argument("group_id")
+@takes_config
+@as_json
+def show(sources: Sources, group_id: str, is_json: bool) -> int:
+    """Show the newest sample of one group."""
+    from pipeline.recorder import find_sample
+
+    config = sources.load()
+    sample = find_sample(config.run_dir, group_id)
+    if sample is None:
+        raise UsageError(f"no sample of group {group_id!r} in {config.run_dir}; tracking.samples_per_step keeps some")
+    _show_sample(sample, is_json)
+    return 0
+
+
+@click.group()
+def checkpoints() -> None:
+    """Show what is on disk."""
+
+
+@checkpoints.command("list")
+@takes_config
+@as_json
+def list_checkpoints(sources: Sources, is_json: bool) -> int:
+    """List the complete checkpoints of a run, oldest first."""
+    from pipeline.checkpoints import Checkpoints
+
+    config = sources.load()
+    found = Checkpoints(config.run_dir / "checkpoints", config.checkpoint).list()
+    if is_json:
+        echo_json(found)
+        return 0
+    echo_table(("step", "path"), [(item.step, item.path) for item in found], nothing="no complete checkpoint")
+    return 0
+
+
+def _collect_status(config: Config) -> RunStatus:
+    async def body(redis: Redis, keys: Keys) -> RunStatus:
+        from pipeline.status import collect
+
+        return await collect(redis, keys)
+
+    return with_redis(config, body)
+
+
+def _with_streams(config: Config, body: Callable[[Streams], Awaitable[R]]) -> R:
+    async def opened(redis: Redis, keys: Keys) -> R:
+        from pipeline.streams import Streams
+
+        return await body(Streams(redis, keys, config.queues, consumer=_CONSUMER))
+
+    return with_redis(config, opened)
+
+
+def _without_payload(letter: DeadLetter) -> dict[str, object]:
+    fields = asdict(letter)
+    return {**fields, "payload": len(fields["payload"])}
+
+
+def _show_sample(sample: Mapping[str, Any], is_json: bool) -> None:
+    if is_json:
+        echo_json(sample)
+        return
+    kind = "evaluation" if sample["is_evaluation"] else "training"
+    click.echo(f"step {sample['step']}, group {sample['group_id']} ({kind})")
+    click.echo(f"  prompt: {sample['prompt']!r}")
+    for completion in sample["completions"]:
+        click.echo(f"  reward {completion['reward']}, versions {completion['versions']}: {completion['text']!r}")

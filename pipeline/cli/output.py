@@ -1,0 +1,48 @@
+"""Answers on a terminal: tables for people, JSON for programs.
+
+In: carriers, rows. Out: text on stdout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+import click
+
+
+def echo_json(value: object) -> None:
+    """One line of JSON. Dataclasses become objects; what JSON does not know becomes a string."""
+    click.echo(json.dumps(_plain(value), default=str))
+
+
+def echo_table(headers: Sequence[str], rows: Sequence[Sequence[object]], nothing: str = "") -> None:
+    """Aligned columns; the text `nothing` where there is no row."""
+    if not rows:
+        click.echo(nothing)
+        return
+    cells = [list(headers), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(headers))]
+    for line in cells:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def words(fields: Mapping[str, object]) -> str:
+    """`step=3 tokens_per_s=812.5`."""
+    return " ".join(f"{key}={_short(value)}" for key, value in fields.items())
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,90 @@
+"""Commands that run something: one worker, a whole run on this machine, the demonstration.
+
+In: settings. Out: the exit code of what ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import click
+
+from pipeline.cli.options import Sources, as_json, takes_config
+
+
+def _worker(role: str, summary: str) -> click.Command:
+    @click.command(role, help=f"{summary} Runs in the foreground until it is drained (SIGTERM, Ctrl-C).")
+    @takes_config
+    def command(sources: Sources) -> int:
+        from pipeline.server_address import with_server
+
+        config = with_server(sources.load())
+        main: Callable[..., int] = import_module(f"workers.{role}").main
+        return main(config)
+
+    return command
+
+
+generator = _worker("generator", "Sample completions for prompts with the newest weights.")
+scorer = _worker("scorer", "Give completions their rewards.")
+trainer = _worker("trainer", "Feed prompts, train on scored groups, publish weights.")
+exporter = _worker("exporter", "Serve metrics of the queues and of the whole run.")
+
+
+@click.command()
+@takes_config
+@click.option("--generators", "num_generators", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--scorers", "num_scorers", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option(
+    "--exporter/--no-exporter", "has_exporter", default=True, show_default=True, help="Metrics of the queues."
+)
+def up(sources: Sources, num_generators: int, num_scorers: int, has_exporter: bool) -> int:
+    """Run the whole pipeline on this machine, supervised.
+
+    Workers that fail are started again. It ends when the trainer is done; Ctrl-C drains, a second
+    Ctrl-C ends everything at once.
+    """
+    import asyncio
+
+    from pipeline.cli.console import Console
+    from pipeline.local_run import Crew, LocalRun
+
+    crew = Crew(num_generators=num_generators, num_scorers=num_scorers, has_exporter=has_exporter)
+    with LocalRun(sources.load(), crew) as run:
+        console = Console(run.names)
+        console.say(f"run {run.config.run.name!r} in {run.config.run_dir}")
+        code = asyncio.run(run.supervisor(console.on_line, console.on_exit).run())
+        return console.conclude(code)
+
+
+@click.command()
+@click.option("--steps", type=click.IntRange(min=1), help="Optimiser steps.")
+@click.option("--generators", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--scorers", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--max-staleness", type=click.IntRange(min=0), help="In weight versions.")
+@click.option("--dir", "directory", type=click.Path(path_type=Path, file_okay=False), help="Where records are kept.")
+@as_json
+def demo(
+    steps: int | None,
+    generators: int,
+    scorers: int,
+    seed: int,
+    max_staleness: int | None,
+    directory: Path | None,
+    is_json: bool,
+) -> int:
+    """Watch a tiny model learn, with all processes, in about two minutes on two CPU cores."""
+    from pipeline.demo.command import run_demo
+
+    return run_demo(
+        steps=steps,
+        generators=generators,
+        scorers=scorers,
+        seed=seed,
+        max_staleness=max_staleness,
+        directory=directory,
+        is_json=is_json,
+    )

@@ -1,0 +1,70 @@
+"""Commands about the settings and the machine: config show, check, schema; doctor.
+
+In: settings. Out: what they resolve to, and whether everything they name is there.
+"""
+
+from __future__ import annotations
+
+import click
+
+from pipeline.cli.options import Sources, as_json, takes_config
+from pipeline.cli.output import echo_json
+
+
+@click.group()
+def config() -> None:
+    """Show and check settings."""
+
+
+@config.command("show")
+@takes_config
+@as_json
+@click.option("--reference", "is_reference", is_flag=True, help="Every setting with its default and why.")
+def show_config(sources: Sources, is_json: bool, is_reference: bool) -> int:
+    """Print the settings as they resolve, without secrets."""
+    from pipeline.config_files import masked, render_reference, show
+
+    if is_reference:
+        click.echo(render_reference(), nl=False)
+        return 0
+    resolved = sources.load()
+    if is_json:
+        echo_json(masked(resolved))
+        return 0
+    click.echo(show(resolved), nl=False)
+    return 0
+
+
+@config.command("check")
+@takes_config
+def check_config(sources: Sources) -> int:
+    """Check the settings and everything they name: files, reward functions, model."""
+    from pipeline.config_check import check
+
+    check(sources.load())
+    click.echo("OK")
+    return 0
+
+
+@config.command("schema")
+def config_schema() -> int:
+    """Print the JSON schema of the settings, for editors."""
+    from pipeline.config_files import schema
+
+    echo_json(schema())
+    return 0
+
+
+@click.command()
+@takes_config
+@as_json
+def doctor(sources: Sources, is_json: bool) -> int:
+    """Say whether this machine has what rollstream needs."""
+    from pipeline.doctor import examine, render
+
+    findings = examine(sources.load())
+    if is_json:
+        echo_json({"ok": all(finding.is_ok for finding in findings), "findings": findings})
+    if not is_json:
+        click.echo(render(findings))
+    return 0 if all(finding.is_ok for finding in findings) else 1
