@@ -14,9 +14,9 @@ import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, cast
+from importlib import resources
+from typing import TYPE_CHECKING, Any, cast
 
-from pipeline.connection import Scripts
 from pipeline.errors import RunConflictError
 from pipeline.keys import Keys
 from pipeline.messages import Endpoints, Json
@@ -83,7 +83,16 @@ class Fleet:
         self._redis = redis
         self._keys = keys
         self._started: dict[str, str] = {}
-        self._scripts = Scripts(redis)
+        folder = resources.files("pipeline") / "scripts" / "fleet"
+        self._scripts = {
+            file.name.removesuffix(".lua"): redis.register_script(file.read_text(encoding="utf-8"))
+            for file in folder.iterdir()
+            if file.name.endswith(".lua")
+        }
+
+    async def _call(self, name: str, keys: Sequence[str], args: Sequence[str | int]) -> Any:
+        """Every script may be sent twice when a reply gets lost; the second time changes nothing."""
+        return await self._scripts[name](keys=[*keys], args=[*args])
 
     # --- what all workers agree on -------------------------------------------------------------
 
@@ -94,7 +103,7 @@ class Fleet:
         Raises RunConflictError naming every key that differs.
         """
         pairs = [text for pair in sorted(fingerprint.items()) for text in pair]
-        answer = await self._scripts.call("fleet_join", [self._keys.meta], [secrets.token_hex(8), resolved, *pairs])
+        answer = await self._call("join", [self._keys.meta], [secrets.token_hex(8), resolved, *pairs])
         differing = [item.decode() for item in answer[1:]]
         if differing:
             raise RunConflictError(_conflict(self._keys.run, differing, fingerprint))
@@ -117,8 +126,8 @@ class Fleet:
             "heartbeat_s": worker.heartbeat_s,
             "status": dict(worker.status),
         }
-        started, paused, stop_reason, drain, version, run_id = await self._scripts.call(
-            "fleet_beat",
+        started, paused, stop_reason, drain, version, run_id = await self._call(
+            "beat",
             [self._keys.workers, self._keys.control, self._keys.meta],
             [worker.worker_id, self._started.get(worker.worker_id, ""), json.dumps(record, separators=(",", ":"))],
         )
@@ -155,9 +164,7 @@ class Fleet:
             age_s = max(0.0, (now_us - int(beat)) / _MICROSECONDS)
             worker = _worker(worker_id.decode(), int(started), age_s, record)
             if not worker.is_alive and age_s > _FORGET_AFTER_S:
-                await self._scripts.call(
-                    "fleet_forget", [self._keys.workers, self._keys.control], [worker.worker_id, beat.decode()]
-                )
+                await self._call("forget", [self._keys.workers, self._keys.control], [worker.worker_id, beat.decode()])
                 continue
             found.append(worker)
         return sorted(found, key=lambda worker: (worker.role, worker.worker_id))
@@ -178,7 +185,7 @@ class Fleet:
 
     async def stop(self, reason: str) -> None:
         """The run is over: every worker that is there now drains and exits."""
-        await self._scripts.call("fleet_stop", [self._keys.control], [reason])
+        await self._call("stop", [self._keys.control], [reason])
 
     async def stop_reason(self) -> str | None:
         """Why the run was stopped; None while it goes on or after a trainer has taken it up again."""
@@ -204,7 +211,7 @@ class Fleet:
 
     async def set_version(self, weight_version: int) -> int:
         """Raise the run's weight version; it never falls. Returns what it is now."""
-        return int(await self._scripts.call("fleet_set_version", [self._keys.meta], [weight_version]))
+        return int(await self._call("set_version", [self._keys.meta], [weight_version]))
 
     async def version(self) -> int | None:
         """Newest weight version of the run; None before the first."""
@@ -226,7 +233,7 @@ class Fleet:
 
     async def release_trainer(self, worker_id: str) -> bool:
         """Give it up; False when another holds it, whose lock stays as it is."""
-        return bool(await self._scripts.call("trainer_unlock", [self._keys.trainer_lock], [worker_id]))
+        return bool(await self._call("unlock", [self._keys.trainer_lock], [worker_id]))
 
     async def trainer(self) -> str | None:
         """Worker id of the trainer that holds the lock."""
@@ -237,7 +244,7 @@ class Fleet:
 
     async def _lock(self, worker_id: str, ttl_s: float, how: str) -> bool:
         keys = [self._keys.trainer_lock, self._keys.control]
-        return bool(await self._scripts.call("trainer_lock", keys, [worker_id, int(ttl_s * 1000), how]))
+        return bool(await self._call("lock", keys, [worker_id, int(ttl_s * 1000), how]))
 
     async def _hget(self, key: str, name: str) -> str | None:
         async with self._redis.pipeline() as pipe:

@@ -1,0 +1,84 @@
+"""Rates of one worker over the last seconds, from its own counters.
+
+In: its metrics. Out: a few numbers for the registry: groups and tokens so far and per second, the
+share of time without work and its cause, and how long ago anything moved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pipeline.instruments import PREFIX
+from pipeline.messages import Json
+from pipeline.metrics import Metrics
+
+_WINDOW_S = 20.0
+_GROUPS_IN, _GROUPS_OUT = f"{PREFIX}groups_in_total", f"{PREFIX}groups_out_total"
+_TOKENS, _IDLE = f"{PREFIX}tokens_out_total", f"{PREFIX}idle_seconds_total"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Totals:
+    """Counters at one moment. idle_s: seconds by cause."""
+
+    at: float
+    groups_in: float = 0.0
+    groups_out: float = 0.0
+    tokens: float = 0.0
+    idle_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def progress(self) -> tuple[float, float, float]:
+        return (self.groups_in, self.groups_out, self.tokens)
+
+
+class Rates:
+    """Differences of counters over a sliding window. clock: monotonic seconds."""
+
+    def __init__(self, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._history: deque[_Totals] = deque([self._read()])
+        self._progress_at = self._history[0].at
+
+    def measure(self) -> dict[str, Json]:
+        """Fields for the registry, as of now."""
+        now = self._read()
+        if now.progress != self._history[-1].progress:
+            self._progress_at = now.at
+        self._history.append(now)
+        while len(self._history) > 2 and now.at - self._history[1].at >= _WINDOW_S:
+            self._history.popleft()
+        then = self._history[0]
+        seconds = max(now.at - then.at, 1e-9)
+        idle = {cause: (total - then.idle_s.get(cause, 0.0)) / seconds for cause, total in now.idle_s.items()}
+        return {
+            "groups_in": int(now.groups_in),
+            "groups_out": int(now.groups_out),
+            "tokens_out": int(now.tokens),
+            "groups_per_s": round((now.groups_out - then.groups_out) / seconds, 3),
+            "tokens_per_s": round((now.tokens - then.tokens) / seconds, 1),
+            "idle_ratio": round(min(1.0, sum(idle.values())), 3),
+            "idle_cause": max(idle, key=lambda cause: idle[cause]) if sum(idle.values()) > 0 else None,
+            "progress_age_s": round(now.at - self._progress_at, 1),
+        }
+
+    def _read(self) -> _Totals:
+        sums: dict[str, float] = {}
+        idle: dict[str, float] = {}
+        for family in self._metrics.registry.collect():
+            for sample in family.samples:
+                if sample.name == _IDLE:
+                    idle[sample.labels["cause"]] = sample.value
+                elif sample.name in {_GROUPS_IN, _GROUPS_OUT, _TOKENS}:
+                    sums[sample.name] = sample.value
+        return _Totals(
+            at=self._clock(),
+            groups_in=sums.get(_GROUPS_IN, 0.0),
+            groups_out=sums.get(_GROUPS_OUT, 0.0),
+            tokens=sums.get(_TOKENS, 0.0),
+            idle_s=idle,
+        )

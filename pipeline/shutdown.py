@@ -1,0 +1,133 @@
+"""How a worker comes to its end: signals, the death of the process that started it, a last guard.
+
+In: SIGTERM, SIGINT, SIGHUP, and the parent's process id. Out: a request to drain, then an order to
+stop. The first signal drains, the second stops now; a parent that is gone counts as the first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+from pipeline.errors import DrainTimeoutError, RollstreamError
+
+PARENT_VARIABLE = "ROLLSTREAM_PARENT_PID"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_LOOK_EVERY_S = 0.5
+# With the parent its Redis may be gone too; there is less to hope for.
+_ORPHAN_DRAIN_S = 10.0
+_PR_SET_PDEATHSIG = 1
+
+
+class StoppedNowError(RollstreamError):
+    """A second signal came. exit_code: 128 + signal, as shells have it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by a second signal ({signal.Signals(number).name})")
+        self.exit_code = 128 + number
+
+
+class Shutdown:
+    """Listens for the end. drain: called at the first sign, with the reason."""
+
+    def __init__(self, draining: asyncio.Event, drain: Callable[[str], None]) -> None:
+        self._draining = draining
+        self._drain = drain
+        self._stop_now = asyncio.Event()
+        self._number = int(signal.SIGTERM)
+        self._has_signal = False
+        self._parent = _expected_parent()
+        self._parent_is_gone = False
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Signal handlers are ours inside the block. A signal that is ignored stays ignored (nohup)."""
+        loop = asyncio.get_running_loop()
+        ours = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        for number in ours:
+            loop.add_signal_handler(number, self._on_signal, number)
+        if self._parent is not None:
+            _ask_for_signal_when_parent_dies()
+        try:
+            yield
+        finally:
+            for number in ours:
+                loop.remove_signal_handler(number)
+
+    async def watch_parent(self) -> None:
+        """Drains when the process that started this one is gone; returns at once without one."""
+        while self._parent is not None and not self._parent_is_gone:
+            self._look_for_parent()
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def until_it_must_end(self, drain_timeout_s: float) -> RollstreamError:
+        """Waits for a drain, then for its time-out or a second signal; returns which it was."""
+        await self._draining.wait()
+        limit_s = min(drain_timeout_s, _ORPHAN_DRAIN_S) if self._parent_is_gone else drain_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._stop_now.wait()
+        except TimeoutError:
+            return DrainTimeoutError(f"work in flight did not end within {limit_s:g} s (worker.drain_timeout_s)")
+        return StoppedNowError(self._number)
+
+    def _on_signal(self, number: int) -> None:
+        # The kernel's note that the parent died is the same event as seeing it gone.
+        if self._parent is not None and os.getppid() != self._parent and not self._parent_is_gone:
+            self._look_for_parent()
+            return
+        if self._has_signal:
+            self._number = number
+            self._stop_now.set()
+            return
+        self._has_signal = True
+        self._drain(f"signal {signal.Signals(number).name}")
+
+    def _look_for_parent(self) -> None:
+        if os.getppid() != self._parent:
+            self._parent_is_gone = True
+            self._drain("the process that started this worker is gone")
+
+
+class ExitGuard:
+    """Ends the process when it cannot end itself: a thread that never returns keeps Python alive."""
+
+    def __init__(self) -> None:
+        self._timer: threading.Timer | None = None
+        self._others = set(threading.enumerate())
+        self.code = 1
+
+    def start(self, after_s: float) -> None:
+        """From now on the process has `after_s` to end."""
+        if self._timer is None:
+            self._timer = threading.Timer(after_s, self._end)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def finish(self, code: int) -> None:
+        """The worker has ended with `code`; the guard stays only if a thread might keep the process."""
+        self.code = code
+        left = [thread for thread in threading.enumerate() if not thread.daemon and thread not in self._others]
+        if self._timer is not None and not left:
+            self._timer.cancel()
+
+    def _end(self) -> None:
+        sys.stderr.flush()
+        os._exit(self.code)
+
+
+def _expected_parent() -> int | None:
+    stated = os.environ.get(PARENT_VARIABLE, "")
+    return int(stated) if stated.isdigit() else None
+
+
+def _ask_for_signal_when_parent_dies() -> None:
+    """Linux sends SIGTERM the moment the parent ends; elsewhere looking twice a second does it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

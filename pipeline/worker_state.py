@@ -1,0 +1,154 @@
+"""What a worker is doing at this moment, for whoever asks: heartbeat, HTTP endpoints, its own log.
+
+In: notes from the worker's loop. Out: one consistent description. It never blocks and holds no
+connection, so that it can be read from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Mapping
+from enum import StrEnum
+from numbers import Integral, Real
+from typing import TypeVar
+
+from pipeline.fleet import Control
+from pipeline.messages import Json
+
+# The loop says that it turns twice a second; after this long without a word it counts as stuck.
+_STUCK_AFTER_S = 10.0
+
+Result = TypeVar("Result")
+
+
+class Activity(StrEnum):
+    """The one word for what a worker does."""
+
+    STARTING = "starting"
+    WAITING = "waiting"
+    RUNNING = "running"
+    PAUSED = "paused"
+    DRAINING = "draining"
+
+
+class WorkerState:
+    """Notes of one worker.
+
+    changed: set when something happened that others should soon hear. heard: set at every answer
+    to a heartbeat.
+    """
+
+    def __init__(self, role: str, worker_id: str) -> None:
+        self.role = role
+        self.worker_id = worker_id
+        self.control = Control()
+        self.draining = asyncio.Event()
+        self.changed = asyncio.Event()
+        self.heard = asyncio.Event()
+        self.fields: dict[str, Json] = {}
+        self.is_ready = False
+        self.waiting_for: str | None = None
+        self._waiting_since = 0.0
+        self._turned_at = time.monotonic()
+
+    @property
+    def activity(self) -> Activity:
+        """The strongest of what holds now."""
+        if self.draining.is_set():
+            return Activity.DRAINING
+        if self.control.paused:
+            return Activity.PAUSED
+        if self.waiting_for is not None:
+            return Activity.WAITING
+        return Activity.RUNNING if self.is_ready else Activity.STARTING
+
+    @property
+    def waited_s(self) -> float:
+        """Since the wait began; 0 when there is none."""
+        return 0.0 if self.waiting_for is None else time.monotonic() - self._waiting_since
+
+    def wait_for(self, what: str | None) -> None:
+        """Note what is waited for; None ends the wait. Another text continues the same wait."""
+        if (what is None) != (self.waiting_for is None):
+            self._waiting_since = time.monotonic()
+            self.changed.set()
+        self.waiting_for = what
+
+    def set_ready(self, is_ready: bool) -> None:
+        """Note whether the worker can do its work."""
+        if is_ready != self.is_ready:
+            self.is_ready = is_ready
+            self.changed.set()
+
+    def drain(self) -> None:
+        """Ask the worker to end."""
+        self.draining.set()
+        self.changed.set()
+
+    def note(self, fields: Mapping[str, object]) -> None:
+        """Keep what the worker says of itself, as JSON values."""
+        self.fields.update({name: json_value(value) for name, value in fields.items()})
+
+    def turned(self) -> None:
+        """The event loop goes round."""
+        self._turned_at = time.monotonic()
+
+    def is_live(self) -> bool:
+        """False when the event loop has been stuck for long."""
+        return time.monotonic() - self._turned_at < _STUCK_AFTER_S
+
+    def can_work(self) -> bool:
+        """Whether the worker is ready and not about to leave."""
+        return self.is_ready and not self.draining.is_set()
+
+    async def wait_for_any(self, *events: asyncio.Event, timeout_s: float | None = None) -> None:
+        """Until one of the events is set, the worker drains, or time is up."""
+        waited = (*events, self.draining)
+        if any(event.is_set() for event in waited):
+            return
+        tasks = [asyncio.ensure_future(event.wait()) for event in waited]
+        try:
+            await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def unless_draining(self, work: Awaitable[Result]) -> Result | None:
+        """The result of `work`; None when the worker drains first, and then `work` is cancelled."""
+        task = asyncio.ensure_future(work)
+        drain = asyncio.ensure_future(self.draining.wait())
+        try:
+            await asyncio.wait([task, drain], return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            drain.cancel()
+            task.cancel()
+            await asyncio.wait([task])
+
+    def describe(self) -> dict[str, Json]:
+        """For /healthz, /readyz and the registry."""
+        return {
+            "role": self.role,
+            "worker": self.worker_id,
+            "state": self.activity.value,
+            "ready": self.can_work(),
+            "waiting_for": self.waiting_for,
+            "waited_s": round(self.waited_s, 1),
+        }
+
+
+def json_value(value: object) -> Json:
+    """The value as JSON can hold it: numpy's numbers become Python's, what is not finite None."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): json_value(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_value(item) for item in value]
+    return str(value)
