@@ -1,0 +1,53 @@
+# rollstream: `make demo` and `make test` do everything on a fresh machine with Python 3.11 or newer.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+ARGS   ?=
+
+# What the environment was made with, and what was installed into it. It is kept while neither changes.
+MADE_WITH = $(shell $(PYTHON) -c 'import pathlib, sys; print(pathlib.Path.cwd(), sys.version)')
+INSTALLED = $(shell $(PYTHON) -c 'import hashlib, pathlib; \
+	print(hashlib.sha256(b"".join(pathlib.Path(p).read_bytes() for p in ("pyproject.toml", "constraints.txt"))).hexdigest())')
+
+.PHONY: help demo test setup check format bench clean
+
+help: ## Say what there is
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+demo: setup ## Watch a tiny model learn, with all processes (ARGS="--steps 50 --json")
+	@$(BIN)/rollstream demo $(ARGS)
+
+test: setup ## Run all tests (ARGS="tests/test_cli.py -x")
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: setup ## Lint, format, types, import layers, documentation
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/python -m pytest -q --durations=0 tests/test_docs.py
+
+format: setup ## Put the code into its format
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: setup ## Run the benchmarks; each prints one JSON object as its last line
+	@$(BIN)/python -m benchmarks.queue --json
+	@$(BIN)/python -m benchmarks.pipeline --json
+	@$(BIN)/python -m benchmarks.logprobs --json
+
+setup: ## Make .venv, or keep it where it is still right
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "error: Python 3.11 or newer is needed; name it: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
+	@if [ "$$(cat $(VENV)/made-with 2>/dev/null)" != "$(MADE_WITH)" ]; then \
+		echo "setting up $(VENV) (a few minutes, once)"; \
+		rm -rf $(VENV) && $(PYTHON) -m venv $(VENV) && echo "$(MADE_WITH)" > $(VENV)/made-with; \
+	fi
+	@if [ "$$(cat $(VENV)/installed 2>/dev/null)" != "$(INSTALLED)" ]; then \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' \
+		&& echo "$(INSTALLED)" > $(VENV)/installed; \
+	fi
+
+clean: ## Remove the environment and all caches; runs/ stays
+	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist
