@@ -92,9 +92,11 @@ def _prepare(case: Case, directory: Path) -> None:
     """A tiny model and prompts of varied length."""
     if case.engine != "transformers":
         return
-    from pipeline.demo.task import make_model
+    from pipeline.demo.cold_start import new_model
+    from pipeline.demo.task import save_tokenizer
 
-    make_model(directory / "model", seed=0)
+    new_model().save_pretrained(directory / "model")
+    save_tokenizer(directory / "model")
     rows = [json.dumps({"prompt": "abcdefg"[: 3 + index % 5] + ">"}) for index in range(64)]
     (directory / "prompts.jsonl").write_text("\n".join(rows) + "\n")
 
@@ -211,7 +213,7 @@ def measure(case: Case, rounds: int) -> dict[str, float]:
     """The ratio of medians, and the worst pair, over `rounds` pairs measured in turn."""
     bare, piped = [], []
     for _ in range(rounds):
-        with tempfile.TemporaryDirectory() as folder, EmbeddedServer().start() as server:
+        with tempfile.TemporaryDirectory() as folder, EmbeddedServer.start() as server:
             _prepare(case, Path(folder))
             overrides = _overrides(case, Path(folder), server.url)
             bare.append(_measure_bare(overrides, case.num_groups))

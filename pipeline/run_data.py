@@ -7,11 +7,15 @@ Everything wrong with files, columns or lengths is said here, before any worker 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 from pipeline.config import Config
 from pipeline.errors import ConfigError
 from pipeline.messages import Prompt, PromptGroup, SamplingParams
 from pipeline.prompts import Dataset, Encode, PromptOrder, PromptSource, Row, chat_encoder, evaluation_groups
+
+if TYPE_CHECKING:
+    from pipeline.prompts.encoding import ChatTokenizer
 
 _SCRIPTED_ROWS = 1024
 _SCRIPTED_CONTEXT = 1 << 20
@@ -86,7 +90,9 @@ def _training_set(config: Config) -> Dataset:
     if config.data.path:
         return Dataset.load(config.data.path, config.data.split, config.data)
     if config.generation.engine == "scripted":
-        return Dataset("scripted prompts", [Row(prompt=f"prompt {i}", columns={}) for i in range(_SCRIPTED_ROWS)])
+        return Dataset(
+            "scripted prompts", [Row(number=i + 1, prompt=f"prompt {i}", columns={}) for i in range(_SCRIPTED_ROWS)]
+        )
     raise ConfigError('data.path = "": name a JSONL or parquet file, or a Hub data set id')
 
 
@@ -94,11 +100,11 @@ def _tokenizer(config: Config) -> tuple[Encode, int]:
     """Encode function and longest context, in tokens."""
     if config.generation.engine == "scripted":
         return _encode_bytes, config.model.max_context or _SCRIPTED_CONTEXT
-    from pipeline.models import load_context_length, load_tokenizer
+    from pipeline.models import context_length, load_config, load_tokenizer
 
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = cast("ChatTokenizer", load_tokenizer(config.model))
     encode = chat_encoder(tokenizer, config.data.system_prompt, config.model.chat_template)
-    return encode, load_context_length(config.model)
+    return encode, context_length(config.model, load_config(config.model))
 
 
 def _encode_bytes(prompt: Prompt) -> list[int]:

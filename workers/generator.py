@@ -119,7 +119,7 @@ async def follow_weights(context: WorkerContext, engine: GenerationEngine, work:
             work.version_changed.set()
             context.log.debug("weights_applied", weight_version=state.weight_version, pause_s=round(pause_s, 4))
     finally:
-        await subscriber.close()
+        subscriber.close()
 
 
 async def body(context: WorkerContext) -> None:
