@@ -1,0 +1,292 @@
+"""The decode loop, one step at a time: sequences join and leave between steps.
+
+In: prompt groups, and new weights between two steps. Out: finished groups, each token with the
+logprob it was drawn at and the version that drew it. Knows nothing of threads or event loops.
+
+transformers' own continuous batching is not used: it has one seed, one temperature and one set of
+logits processors for all requests, so neither per-completion seeds nor mixed batches are possible.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+from transformers.cache_utils import DynamicCache
+
+from pipeline.engines.kv_cache import Prefix, RowCache
+from pipeline.engines.rows import Bools, GroupTask, Rows
+from pipeline.engines.sampling import Draw, RowSampling, draw
+from pipeline.errors import EngineError, WeightError
+from pipeline.messages import Completion, FinishReason
+from pipeline.models import Staged, apply_staged
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Outcome: TypeAlias = tuple[GroupTask, tuple[Completion, ...] | EngineError]
+_Joining: TypeAlias = tuple[GroupTask, int]  # a group, and how many of its completions join now
+
+_PREFILL_TOKENS = 8192
+
+
+class Decoder:
+    """A model, its cache and the sequences in flight. One thread owns it.
+
+    model: called as Hugging Face causal language models are. end_ids: tokens that end a completion.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        end_ids: Sequence[int],
+        max_num_seqs: int,
+    ) -> None:
+        self.weight_version: int | None = None
+        self.num_tokens_generated = 0
+        self._model = model.get_base_model() if hasattr(model, "peft_config") else model
+        self._tokenizer: Any = tokenizer
+        self._device = next(model.parameters()).device
+        config = self._model.config.get_text_config(decoder=True)
+        self._is_additive = config._attn_implementation == "eager"
+        self._vocabulary_size = int(config.vocab_size)
+        self._is_end = np.zeros(self._vocabulary_size, dtype=bool)
+        self._is_end[[token for token in end_ids if token < self._vocabulary_size]] = True
+        self._max_num_seqs = max_num_seqs
+        self._rows = Rows(max_num_seqs)
+        self._cache = RowCache(config.num_hidden_layers)
+        self._sampling: RowSampling | None = None
+        self._waiting: deque[GroupTask] = deque()
+        self._outcomes: list[Outcome] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._rows.num_rows or self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that have a row."""
+        return self._rows.num_rows
+
+    def submit(self, task: GroupTask) -> None:
+        """Queue a group; its completions join from the next step on, in the order of submission."""
+        self._waiting.append(task)
+
+    def cancel(self, task: GroupTask) -> None:
+        """Forget a group and free its rows."""
+        self._discard([task])
+
+    def fail_all(self, error: EngineError) -> None:
+        """Every group that is waiting or in flight ends with `error`."""
+        running = [self._rows.member(row)[0] for row in range(self._rows.num_rows)]
+        self._fail(list(dict.fromkeys([*running, *self._waiting])), error)
+
+    def take_outcomes(self) -> list[Outcome]:
+        """Groups that ended since the last call."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    @torch.inference_mode()
+    def replace_weights(self, staged: Staged, weight_version: int) -> None:
+        """Between two steps: rows keep their keys and values, and their next token is the new version's.
+
+        Prompts whose members have not all joined are read anew, so that versions never share a prefix.
+        Raises WeightError: an older version, or a copy that broke off (then nothing is served).
+        """
+        if self.weight_version is not None and weight_version < self.weight_version:
+            raise WeightError(f"version {weight_version} is older than version {self.weight_version} being served")
+        try:
+            apply_staged(staged)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+        except RuntimeError as error:
+            self.weight_version = None
+            self.fail_all(EngineError(f"weights {weight_version} were applied in part: {error}"))
+            raise WeightError(f"weights {weight_version} could not be copied: {error}") from error
+        for task in self._waiting:
+            task.prefix = None
+        self.weight_version = weight_version
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Let waiting sequences join, then draw one token for every row."""
+        self._admit()
+        if not self._rows.num_rows:
+            return
+        try:
+            drawn = self._draw()
+            token_ids, logprobs = drawn.token_ids.cpu().numpy(), drawn.logprobs.cpu().numpy()
+        except Exception as error:  # noqa: BLE001  whatever the model raises ends these groups, not the process
+            self.fail_all(EngineError(f"the model failed: {type(error).__name__}: {error}"))
+            self._cache.wipe(0)
+            return
+        assert self.weight_version is not None
+        self._rows.record(token_ids, logprobs, self.weight_version)
+        if drawn.kept is not None and self._rows.active["keeps_mask"].any():
+            self._rows.keep_survivors(drawn.kept.cpu().numpy())
+        self.num_tokens_generated += len(token_ids)
+        self._fail_nonfinite(~np.isfinite(logprobs))
+        self._finish()
+
+    def _draw(self) -> Draw:
+        rows = self._rows
+        lengths = self._tensor(rows.active["length"])
+        num_columns = rows.num_columns
+        self._cache.begin_step(lengths, num_columns)
+        is_seen = torch.arange(num_columns, device=self._device) <= lengths[:, None]  # [n, columns]
+        output = self._model(
+            input_ids=self._tensor(rows.active["next_id"])[:, None],
+            attention_mask=self._mask(is_seen[:, None, None, :]),
+            position_ids=lengths[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        if self._sampling is None:
+            self._sampling = rows.sampling(self._device)
+        return draw(output.logits[:, -1], self._sampling, self._tensor(rows.uniform()))
+
+    def _mask(self, is_seen: torch.Tensor) -> torch.Tensor:
+        if not self._is_additive:
+            return is_seen
+        dtype = self._model.dtype
+        return torch.zeros_like(is_seen, dtype=dtype).masked_fill(~is_seen, torch.finfo(dtype).min)
+
+    def _admit(self) -> None:
+        joining: list[_Joining] = []
+        free = self._max_num_seqs - self._rows.num_rows
+        for task in self._waiting:
+            if free <= 0:
+                break
+            count = min(free, task.size - task.num_joined)
+            joining.append((task, count))
+            free -= count
+        for batch in _prefill_batches(joining):
+            try:
+                self._join(batch, self._prefill([task for task, _ in batch]))
+            except Exception as error:  # noqa: BLE001  whatever the model raises ends these groups only
+                reason = f"the prompt could not be read: {type(error).__name__}: {error}"
+                self._fail([task for task, _ in batch], EngineError(reason))
+        while self._waiting and self._waiting[0].num_joined == self._waiting[0].size:
+            self._waiting.popleft().prefix = None
+
+    def _prefill(self, tasks: Sequence[GroupTask]) -> Prefix | None:
+        """Keys and values of each prompt without its last token, which the next step reads in every member's row.
+
+        Prompts are padded on the right: no real token ever looks at the padding, and what it leaves in
+        the cache lies beyond a row's length until a token of the row overwrites it.
+        """
+        if len(tasks) == 1 and tasks[0].prefix is not None:
+            return tasks[0].prefix
+        prompts = [task.prompt.prompt_token_ids[:-1] for task in tasks]
+        width = max(len(prompt) for prompt in prompts)
+        if not width:
+            return None
+        ids = np.zeros((len(prompts), width), dtype=np.int64)
+        for row, prompt in zip(ids, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        cache = DynamicCache()
+        self._model.base_model(input_ids=self._tensor(ids), past_key_values=cache, use_cache=True)
+        layers: list[Any] = cache.layers
+        return [(layer.keys, layer.values) for layer in layers]
+
+    def _join(self, batch: Sequence[_Joining], prefix: Prefix | None) -> None:
+        source = [index for index, (_, count) in enumerate(batch) for _ in range(count)]
+        if prefix is not None:
+            self._cache.fill(self._rows.num_rows, prefix, torch.tensor(source, device=self._device))
+        for index in source:
+            self._rows.add(batch[index][0], self._vocabulary_size)
+        for index, (task, _) in enumerate(batch):
+            if prefix is not None and task.prefix is None and task.num_joined < task.size:
+                mine = slice(index, index + 1)
+                task.prefix = [(keys[mine].clone(), values[mine].clone()) for keys, values in prefix]
+        self._sampling = None
+
+    def _finish(self) -> None:
+        """Completions whose last token ended them leave their rows."""
+        active = self._rows.active
+        is_end, by_text = self._is_end[active["next_id"]], self._ends_in_stop_text()
+        done = is_end | by_text | (active["num_tokens"] >= active["limit"])
+        if not done.any():
+            return
+        rows = np.flatnonzero(done).tolist()
+        texts = self._decode([self._rows.token_ids(row) for row in rows])
+        for row, text in zip(rows, texts, strict=True):
+            task, index = self._rows.member(row)
+            reason = FinishReason.STOP if is_end[row] or by_text[row] else FinishReason.LENGTH
+            shown = _before_stop(text, task.prompt.sampling.stop) if by_text[row] else text
+            task.completions[index] = self._rows.completion(row, reason, shown)
+            if len(task.completions) == task.size:
+                self._outcomes.append((task, tuple(task.completions[member] for member in range(task.size))))
+        self._remove(done)
+
+    def _fail_nonfinite(self, is_bad: Bools) -> None:
+        """A row whose distribution is not finite ends its group, and nothing of it stays in the cache."""
+        if not is_bad.any():
+            return
+        tasks = list(dict.fromkeys(self._rows.member(row)[0] for row in np.flatnonzero(is_bad).tolist()))
+        self._fail(tasks, EngineError(f"weights of version {self.weight_version} gave logits that are not finite"))
+        self._cache.wipe(self._rows.num_rows)
+
+    def _ends_in_stop_text(self) -> Bools:
+        has_stop = self._rows.active["has_stop"]
+        found = np.zeros(len(has_stop), dtype=bool)
+        rows = np.flatnonzero(has_stop).tolist()
+        if not rows:
+            return found
+        stops = [self._rows.member(row)[0].prompt.sampling.stop for row in rows]
+        # A character is at most four tokens of a byte-level vocabulary.
+        windows = [4 * max(len(text) for text in stop) + 4 for stop in stops]
+        tails = self._decode([self._rows.token_ids(row, window) for row, window in zip(rows, windows, strict=True)])
+        found[rows] = [any(text in tail for text in stop) for tail, stop in zip(tails, stops, strict=True)]
+        return found
+
+    def _decode(self, token_ids: list[list[int]]) -> list[str]:
+        texts: list[str] = self._tokenizer.batch_decode(
+            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return texts
+
+    def _fail(self, tasks: Sequence[GroupTask], error: EngineError) -> None:
+        self._discard(tasks)
+        self._outcomes += [(task, error) for task in tasks]
+
+    def _discard(self, tasks: Sequence[GroupTask]) -> None:
+        self._waiting = deque(task for task in self._waiting if task not in tasks)
+        mine = self._rows.rows_of(tasks)
+        if mine.any():
+            self._remove(mine)
+
+    def _remove(self, gone: Bools) -> None:
+        num_columns = self._rows.num_columns
+        holes, movers = self._rows.remove(gone)
+        if len(holes):
+            self._cache.move(self._tensor(holes), self._tensor(movers), num_columns)
+        self._sampling = None
+
+    def _tensor(self, array: np.typing.NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(array.copy()).to(self._device)
+
+
+def _prefill_batches(joining: Sequence[_Joining]) -> list[list[_Joining]]:
+    """Prompts of like length are read together; a prefix that was kept is used as it is."""
+    batches = [[join] for join in joining if join[0].prefix is not None]
+    rest = [join for join in joining if join[0].prefix is None]
+    current: list[_Joining] = []
+    for join in sorted(rest, key=lambda join: len(join[0].prompt.prompt_token_ids), reverse=True):
+        width = len((current or [join])[0][0].prompt.prompt_token_ids)
+        if current and width * (len(current) + 1) > _PREFILL_TOKENS:
+            batches.append(current)
+            current = []
+        current.append(join)
+    return [*batches, current] if current else batches
+
+
+def _before_stop(text: str, stops: Sequence[str]) -> str:
+    found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+    return text[: min(found)] if found else text

@@ -1,0 +1,24 @@
+"""From `generation.engine` to an engine. Only the engine that is asked for is imported."""
+
+from __future__ import annotations
+
+from pipeline.config import Config
+from pipeline.engines import GenerationEngine
+from pipeline.errors import ConfigError
+
+
+def create_engine(config: Config) -> GenerationEngine:
+    """The engine of these settings, not started. Raises ConfigError."""
+    generation, seed = config.generation, config.run.seed
+    if generation.engine == "transformers":
+        from pipeline.engines.transformers import TransformersEngine
+
+        return TransformersEngine(config.model, config.lora, generation, seed=seed)
+    if generation.engine == "scripted":
+        from pipeline.engines.scripted import ScriptedEngine
+
+        return ScriptedEngine(generation, seed=seed)
+    raise ConfigError(
+        f'generation.engine = "{generation.engine}" is not in this version; '
+        'use "transformers" (CPU or GPU) or "scripted" (no model)'
+    )
