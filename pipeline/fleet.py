@@ -9,71 +9,23 @@ the trainer's lock clears what is left of it.
 from __future__ import annotations
 
 import json
-import os
 import secrets
-import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from importlib import resources
 from typing import TYPE_CHECKING, Any, cast
 
 from pipeline.errors import RunConflictError
 from pipeline.keys import Keys
-from pipeline.messages import Endpoints, Json
+from pipeline.messages import Endpoints
+from pipeline.roster import MICROSECONDS, Control, RunFacts, WorkerInfo, new_worker_id, read_worker, record_of
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-_BEATS_UNTIL_LOST = 4
-_GRACE_S = 1.0
+__all__ = ["Control", "Fleet", "RunFacts", "WorkerInfo", "new_worker_id"]
+
 _FORGET_AFTER_S = 600.0
-_MICROSECONDS = 1e6
-
-
-def new_worker_id(role: str) -> str:
-    """Readable and unique: role, host, process, and four random hex digits."""
-    host = socket.gethostname().split(".", maxsplit=1)[0] or "host"
-    return f"{role}-{host}-{os.getpid()}-{secrets.token_hex(2)}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerInfo:
-    """One worker as the registry knows it.
-
-    address: host:port of its HTTP endpoints. heartbeat_s: promised interval of signs of life.
-    status: what it last said of itself. started_at: Unix seconds by Redis's clock, 0 before the
-    first beat. age_s: since the last beat.
-    """
-
-    worker_id: str
-    role: str
-    host: str
-    pid: int
-    address: str = ""
-    heartbeat_s: float = 2.0
-    status: Mapping[str, Json] = field(default_factory=dict)
-    started_at: float = 0.0
-    age_s: float = 0.0
-
-    @property
-    def is_alive(self) -> bool:
-        """False after several beats were missed: the worker is lost."""
-        return self.age_s <= _BEATS_UNTIL_LOST * self.heartbeat_s + _GRACE_S
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Control:
-    """What a worker is asked to do, and what the run knows.
-
-    paused: claim nothing new. stop_reason: the run is over; drain and exit. drain: this worker is
-    to leave. weight_version: newest that the trainer has. run_id: changes when Redis lost the run.
-    """
-
-    paused: bool = False
-    stop_reason: str | None = None
-    drain: bool = False
-    weight_version: int | None = None
-    run_id: str | None = None
 
 
 class Fleet:
@@ -118,26 +70,18 @@ class Fleet:
 
     async def beat(self, worker: WorkerInfo) -> Control:
         """Say that the worker is alive and what it does; hear what it is asked to do."""
-        record = {
-            "role": worker.role,
-            "host": worker.host,
-            "pid": worker.pid,
-            "address": worker.address,
-            "heartbeat_s": worker.heartbeat_s,
-            "status": dict(worker.status),
-        }
         started, paused, stop_reason, drain, version, run_id = await self._call(
             "beat",
             [self._keys.workers, self._keys.control, self._keys.meta],
-            [worker.worker_id, self._started.get(worker.worker_id, ""), json.dumps(record, separators=(",", ":"))],
+            [worker.worker_id, self._started.get(worker.worker_id, ""), record_of(worker)],
         )
         self._started[worker.worker_id] = started.decode()
         return Control(
             paused=paused is not None,
-            stop_reason=None if stop_reason is None else stop_reason.decode(),
+            stop_reason=_text(stop_reason),
             drain=drain is not None,
             weight_version=None if version is None else int(version),
-            run_id=None if run_id is None else run_id.decode(),
+            run_id=_text(run_id),
         )
 
     async def deregister(self, worker_id: str) -> None:
@@ -161,8 +105,8 @@ class Fleet:
         found: list[WorkerInfo] = []
         for worker_id, value in records.items():
             beat, started, record = value.split(b" ", 2)
-            age_s = max(0.0, (now_us - int(beat)) / _MICROSECONDS)
-            worker = _worker(worker_id.decode(), int(started), age_s, record)
+            age_s = max(0.0, (now_us - int(beat)) / MICROSECONDS)
+            worker = read_worker(worker_id.decode(), int(started), age_s, record)
             if not worker.is_alive and age_s > _FORGET_AFTER_S:
                 await self._call("forget", [self._keys.workers, self._keys.control], [worker.worker_id, beat.decode()])
                 continue
@@ -179,17 +123,9 @@ class Fleet:
             pipe.hdel(self._keys.control, "paused")
             await pipe.execute()
 
-    async def is_paused(self) -> bool:
-        """Whether a pause is on."""
-        return (await self._hget(self._keys.control, "paused")) is not None
-
     async def stop(self, reason: str) -> None:
         """The run is over: every worker that is there now drains and exits."""
         await self._call("stop", [self._keys.control], [reason])
-
-    async def stop_reason(self) -> str | None:
-        """Why the run was stopped; None while it goes on or after a trainer has taken it up again."""
-        return await self._hget(self._keys.control, "stop_reason")
 
     async def drain(self, target: str) -> list[str]:
         """Ask one worker, or all of a role that are there now, to leave. Returns their ids."""
@@ -197,6 +133,24 @@ class Fleet:
         if chosen:
             await self._hset(self._keys.control, {f"drain:{worker_id}": "1" for worker_id in chosen})
         return chosen
+
+    async def facts(self) -> RunFacts:
+        """The run as a whole, at one instant."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.time()
+            pipe.hmget(self._keys.meta, ["run_id", "created_at", "weight_version"])
+            pipe.hmget(self._keys.control, ["paused", "stop_reason"])
+            pipe.get(self._keys.trainer_lock)
+            clock, (run_id, created_at, version), (paused, stop_reason), trainer = await pipe.execute()
+        return RunFacts(
+            at=int(clock[0]) + int(clock[1]) / MICROSECONDS,
+            run_id=_text(run_id),
+            created_at=float(created_at or 0),
+            weight_version=None if version is None else int(version),
+            is_paused=paused is not None,
+            stop_reason=_text(stop_reason),
+            trainer=_text(trainer),
+        )
 
     # --- weights -------------------------------------------------------------------------------
 
@@ -235,13 +189,6 @@ class Fleet:
         """Give it up; False when another holds it, whose lock stays as it is."""
         return bool(await self._call("unlock", [self._keys.trainer_lock], [worker_id]))
 
-    async def trainer(self) -> str | None:
-        """Worker id of the trainer that holds the lock."""
-        async with self._redis.pipeline() as pipe:
-            pipe.get(self._keys.trainer_lock)
-            (holder,) = await pipe.execute()
-        return None if holder is None else holder.decode()
-
     async def _lock(self, worker_id: str, ttl_s: float, how: str) -> bool:
         keys = [self._keys.trainer_lock, self._keys.control]
         return bool(await self._call("lock", keys, [worker_id, int(ttl_s * 1000), how]))
@@ -250,7 +197,7 @@ class Fleet:
         async with self._redis.pipeline() as pipe:
             pipe.hget(key, name)
             (value,) = await pipe.execute()
-        return None if value is None else value.decode()
+        return _text(value)
 
     async def _hset(self, key: str, mapping: Mapping[str, str]) -> None:
         async with self._redis.pipeline() as pipe:
@@ -258,19 +205,8 @@ class Fleet:
             await pipe.execute()
 
 
-def _worker(worker_id: str, started_us: int, age_s: float, record: bytes) -> WorkerInfo:
-    said = json.loads(record)
-    return WorkerInfo(
-        worker_id=worker_id,
-        role=said["role"],
-        host=said["host"],
-        pid=said["pid"],
-        address=said["address"],
-        heartbeat_s=said["heartbeat_s"],
-        status=said["status"],
-        started_at=started_us / _MICROSECONDS,
-        age_s=age_s,
-    )
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode()
 
 
 def _conflict(run: str, differing: Sequence[str], own: Mapping[str, str]) -> str:

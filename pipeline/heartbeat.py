@@ -90,7 +90,7 @@ class Heartbeat:
         # It may have expired in an outage without anyone having taken it.
         if not await context.fleet.acquire_trainer(context.worker_id, ttl_s):
             raise RollstreamError(
-                f"another trainer ({await context.fleet.trainer()}) took the run over, because this one "
+                f"another trainer ({(await context.fleet.facts()).trainer}) took the run over, because this one "
                 f"was silent for longer than queues.lease_s = {ttl_s:g}"
             )
 

@@ -1,0 +1,140 @@
+"""Which stage limits the rate of a run, or blocks it, and why.
+
+In: streams, workers and facts of one instant. Out: one stage and one sentence. Work piles up in
+front of what is slow; where nothing moves at all, the first thing on the way that cannot is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from pipeline.keys import Stream
+from pipeline.ledger import Depth
+from pipeline.roster import RunFacts, WorkerInfo
+
+# A trainer that waits less than this share of the time is the slowest stage itself.
+_TRAINER_IDLE_RATIO = 0.1
+_STALE_WEIGHTS_RATIO = 0.3
+_STALLED_AFTER_S = 45.0
+_STAGES = (("generator", Stream.PROMPTS), ("scorer", Stream.ROLLOUTS), ("trainer", Stream.SCORED))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """What holds the run back.
+
+    stage: generator, scorer, trainer, weights or control; None when nothing does. reason: one
+    sentence. is_blocked: nothing will move until this is mended.
+    """
+
+    stage: str | None
+    reason: str
+    is_blocked: bool = False
+
+
+def limiting_stage(streams: Mapping[Stream, Depth], workers: Sequence[WorkerInfo], facts: RunFacts) -> Limit:
+    """The stage that limits or blocks the run."""
+    alive = [worker for worker in workers if worker.is_alive and worker.role != "exporter"]
+    return (
+        _without_run(alive, facts)
+        or _missing_worker(streams, workers, alive)
+        or _waiting_worker(streams, alive)
+        or _stalled(streams, alive)
+        or _slowest(streams, alive)
+    )
+
+
+def _without_run(alive: Sequence[WorkerInfo], facts: RunFacts) -> Limit | None:
+    if not alive and facts.stop_reason is not None:
+        return Limit(stage=None, reason=f"the run is over: {facts.stop_reason}")
+    if not alive:
+        what = "nobody has joined this run" if facts.run_id is None else "no worker is alive"
+        return Limit(stage=None, reason=what, is_blocked=True)
+    if facts.is_paused:
+        return Limit(stage="control", reason="the run is paused; `rollstream resume` goes on", is_blocked=True)
+    return None
+
+
+def _missing_worker(
+    streams: Mapping[Stream, Depth], workers: Sequence[WorkerInfo], alive: Sequence[WorkerInfo]
+) -> Limit | None:
+    roles = {worker.role for worker in alive}
+    for role, stream in reversed(_STAGES):
+        if role in roles:
+            continue
+        lost = sum(worker.role == role for worker in workers)
+        gone = f" ({lost} lost)" if lost else ""
+        waiting = f"; {streams[stream].length} groups wait in {stream.value}" if streams[stream].length else ""
+        return Limit(stage=role, reason=f"no {role} is alive{gone}{waiting}", is_blocked=True)
+    return None
+
+
+def _waiting_worker(streams: Mapping[Stream, Depth], alive: Sequence[WorkerInfo]) -> Limit | None:
+    """A stage whose workers all wait for something other than work, though there is work."""
+    for role, stream in _STAGES:
+        waits = [cast("str | None", worker.status.get("waiting_for")) for worker in alive if worker.role == role]
+        if role == "trainer" and not _is_ready(alive, role):
+            return Limit(stage=role, reason=f"the trainer waits for {waits[0]}" if waits[0] else "the trainer starts")
+        if streams[stream].backlog == 0 or not all(waits):
+            continue
+        stage = "weights" if all("weights" in str(wait) for wait in waits) else role
+        who = f"the {role}" if len(waits) == 1 else f"all {len(waits)} {role}s"
+        verb = "waits" if len(waits) == 1 else "wait"
+        return Limit(
+            stage=stage,
+            reason=f"{streams[stream].backlog} groups wait in {stream.value}, but {who} {verb} for {waits[0]}",
+            is_blocked=all(_number(worker, "progress_age_s") > _STALLED_AFTER_S for worker in alive),
+        )
+    return None
+
+
+def _stalled(streams: Mapping[Stream, Depth], alive: Sequence[WorkerInfo]) -> Limit | None:
+    """Workers are alive and nobody has moved anything for long."""
+    age_s = min(_number(worker, "progress_age_s") for worker in alive)
+    if age_s <= _STALLED_AFTER_S:
+        return None
+    for role, stream in reversed(_STAGES):
+        depth = streams[stream]
+        if depth.pending:
+            return Limit(
+                stage=role,
+                reason=f"nothing has moved for {age_s:.0f} s: the {role} stage holds {depth.pending} groups of "
+                f"{stream.value}, the oldest for {depth.oldest_pending_s:.0f} s",
+                is_blocked=True,
+            )
+    return Limit(
+        stage="trainer",
+        reason=f"nothing has moved for {age_s:.0f} s: no group is in work and the trainer feeds none",
+        is_blocked=True,
+    )
+
+
+def _slowest(streams: Mapping[Stream, Depth], alive: Sequence[WorkerInfo]) -> Limit:
+    trainers = [worker for worker in alive if worker.role == "trainer"]
+    idle = min(_number(worker, "idle_ratio") for worker in trainers)
+    if idle < _TRAINER_IDLE_RATIO and streams[Stream.SCORED].length:
+        return Limit(stage="trainer", reason=f"the trainer is busy {1 - idle:.0%} of the time and groups wait for it")
+    stale = [worker for worker in alive if worker.status.get("idle_cause") == "stale_weights"]
+    stale = [worker for worker in stale if _number(worker, "idle_ratio") > _STALE_WEIGHTS_RATIO]
+    if stale and len(stale) == sum(worker.role == "generator" for worker in alive):
+        return Limit(stage="weights", reason="generators wait for newer weights most of the time")
+    prompts, rollouts = streams[Stream.PROMPTS].length, streams[Stream.ROLLOUTS].length
+    if prompts + rollouts == 0:
+        return Limit(stage="trainer", reason="no group is on its way: the trainer is feeding, or at its end")
+    role, stream, length = ("generator", Stream.PROMPTS, prompts)
+    if rollouts > prompts:
+        role, stream, length = ("scorer", Stream.ROLLOUTS, rollouts)
+    return Limit(
+        stage=role, reason=f"{length} groups are in {stream.value}, and the trainer waits {idle:.0%} of the time"
+    )
+
+
+def _is_ready(alive: Sequence[WorkerInfo], role: str) -> bool:
+    return any(worker.status.get("ready") for worker in alive if worker.role == role)
+
+
+def _number(worker: WorkerInfo, name: str) -> float:
+    value = worker.status.get(name)
+    return float(value) if isinstance(value, (int, float)) else 0.0

@@ -1,0 +1,108 @@
+"""Records of the fleet: a worker, what it is asked to do, and the run it belongs to.
+
+In: what Redis holds. Out: frozen carriers. Ages and times are by the clock of Redis.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pipeline.messages import Json
+
+_BEATS_UNTIL_LOST = 4
+_GRACE_S = 1.0
+MICROSECONDS = 1e6
+
+
+def new_worker_id(role: str) -> str:
+    """Readable and unique: role, host, process, and four random hex digits."""
+    host = socket.gethostname().split(".", maxsplit=1)[0] or "host"
+    return f"{role}-{host}-{os.getpid()}-{secrets.token_hex(2)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """One worker as the registry knows it.
+
+    address: host:port of its HTTP endpoints. heartbeat_s: promised interval of signs of life.
+    status: what it last said of itself. started_at: Unix seconds by Redis's clock, 0 before the
+    first beat. age_s: since the last beat. is_alive: False after several beats were missed.
+    """
+
+    worker_id: str
+    role: str
+    host: str
+    pid: int
+    address: str = ""
+    heartbeat_s: float = 2.0
+    status: Mapping[str, Json] = field(default_factory=dict)
+    started_at: float = 0.0
+    age_s: float = 0.0
+    is_alive: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """What a worker is asked to do, and what the run knows.
+
+    paused: claim nothing new. stop_reason: the run is over; drain and exit. drain: this worker is
+    to leave. weight_version: newest that the trainer has. run_id: changes when Redis lost the run.
+    """
+
+    paused: bool = False
+    stop_reason: str | None = None
+    drain: bool = False
+    weight_version: int | None = None
+    run_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What is true of a run as a whole.
+
+    run_id: None when nobody has joined yet. at, created_at: Unix seconds by Redis's clock.
+    stop_reason: why it is over. trainer: worker id of the trainer that holds the lock.
+    """
+
+    at: float
+    run_id: str | None = None
+    created_at: float = 0.0
+    weight_version: int | None = None
+    is_paused: bool = False
+    stop_reason: str | None = None
+    trainer: str | None = None
+
+
+def record_of(worker: WorkerInfo) -> str:
+    """What a worker says of itself, as JSON; `read_worker` reads it."""
+    record = {
+        "role": worker.role,
+        "host": worker.host,
+        "pid": worker.pid,
+        "address": worker.address,
+        "heartbeat_s": worker.heartbeat_s,
+        "status": dict(worker.status),
+    }
+    return json.dumps(record, separators=(",", ":"))
+
+
+def read_worker(worker_id: str, started_us: int, age_s: float, record: bytes) -> WorkerInfo:
+    """The worker that `record` describes."""
+    said = json.loads(record)
+    return WorkerInfo(
+        worker_id=worker_id,
+        role=said["role"],
+        host=said["host"],
+        pid=said["pid"],
+        address=said["address"],
+        heartbeat_s=said["heartbeat_s"],
+        status=said["status"],
+        started_at=started_us / MICROSECONDS,
+        age_s=age_s,
+        is_alive=age_s <= _BEATS_UNTIL_LOST * said["heartbeat_s"] + _GRACE_S,
+    )

@@ -1,0 +1,107 @@
+"""The state of a run at one instant, from Redis alone.
+
+In: a connection. Out: one carrier that `rollstream status --json` prints and the exporter serves.
+It changes nothing and needs no worker to answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from redis.exceptions import ResponseError
+
+from pipeline.accounts import Accounts
+from pipeline.fleet import Fleet
+from pipeline.keys import Keys, Stream
+from pipeline.ledger import Depth, Ledger
+from pipeline.limits import Limit, limiting_stage
+from pipeline.roster import WorkerInfo
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+_CONSUMER = "status"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """A run at one instant.
+
+    run: name. run_id: None when nobody has joined. at: Unix seconds by Redis's clock.
+    weight_version: newest of the trainer. is_paused, stop_reason: what people or the trainer asked
+    for. trainer: worker id that holds the trainer's lock. step, reward_mean, eval_reward,
+    staleness_mean (versions), tokens_per_s (trained): as the trainer last said; None before that.
+    generated_tokens_per_s: sum over generators. streams: by name, in order of flow. ledger: where
+    all groups went; ledger_balances: whether it adds up. workers: lost ones included.
+    limit: what holds the run back. redis_memory_bytes: None where the server does not tell.
+    """
+
+    run: str
+    run_id: str | None
+    at: float
+    weight_version: int | None
+    is_paused: bool
+    stop_reason: str | None
+    trainer: str | None
+    step: int | None
+    reward_mean: float | None
+    eval_reward: float | None
+    staleness_mean: float | None
+    tokens_per_s: float | None
+    generated_tokens_per_s: float
+    streams: Mapping[Stream, Depth]
+    ledger: Ledger
+    ledger_balances: bool
+    workers: tuple[WorkerInfo, ...]
+    limit: Limit
+    redis_memory_bytes: int | None
+
+
+async def collect(redis: Redis, keys: Keys) -> RunStatus:
+    """The run as it is now. A run that does not exist is empty."""
+    fleet = Fleet(redis, keys)
+    accounts = Accounts(redis, keys, consumer=_CONSUMER)
+    facts = await fleet.facts()
+    workers = tuple(await fleet.workers())
+    streams = await accounts.depths()
+    ledger = await accounts.ledger()
+    said = next((worker.status for worker in workers if worker.worker_id == facts.trainer), {})
+    step = _number(said.get("step"))
+    return RunStatus(
+        run=keys.run,
+        run_id=facts.run_id,
+        at=facts.at,
+        weight_version=facts.weight_version,
+        is_paused=facts.is_paused,
+        stop_reason=facts.stop_reason,
+        trainer=facts.trainer,
+        step=None if step is None else int(step),
+        reward_mean=_number(said.get("reward_mean")),
+        eval_reward=_number(said.get("eval_reward")),
+        staleness_mean=_number(said.get("staleness_mean")),
+        tokens_per_s=_number(said.get("tokens_per_s")) if step is not None else None,
+        generated_tokens_per_s=sum(
+            _number(worker.status.get("tokens_per_s")) or 0.0
+            for worker in workers
+            if worker.role == "generator" and worker.is_alive
+        ),
+        streams=streams,
+        ledger=ledger,
+        ledger_balances=ledger.balances,
+        workers=workers,
+        limit=limiting_stage(streams, workers, facts),
+        redis_memory_bytes=await _memory(redis),
+    )
+
+
+async def _memory(redis: Redis) -> int | None:
+    try:
+        return int((await redis.info("memory"))["used_memory"])
+    except (ResponseError, KeyError):
+        return None
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None

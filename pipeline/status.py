@@ -1,0 +1,111 @@
+"""The state of a run as text for a person.
+
+In: a `RunStatus`. Out: a few aligned lines: what limits the run, its queues, its ledger, its
+workers. Programs read the carrier itself (`rollstream status --json`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline.limits import Limit, limiting_stage
+from pipeline.messages import Json
+from pipeline.roster import WorkerInfo
+from pipeline.run_status import RunStatus, collect
+
+__all__ = ["Limit", "RunStatus", "collect", "limiting_stage", "render"]
+
+
+def render(status: RunStatus) -> str:
+    """The status as plain text, without a line break at the end."""
+    parts = [_headline(status), _limit(status), "", *_streams(status), "", *_ledger(status)]
+    if status.workers:
+        parts += ["", *_workers(status.workers)]
+    return "\n".join(parts)
+
+
+def _headline(status: RunStatus) -> str:
+    facts = [f"run {status.run}"]
+    facts += _said("step", status.step)
+    facts += _said("version", status.weight_version)
+    facts += _said("reward", status.reward_mean, ".3f")
+    facts += _said("eval", status.eval_reward, ".3f")
+    facts += _said("staleness", status.staleness_mean, ".2f")
+    if status.generated_tokens_per_s:
+        facts.append(f"{status.generated_tokens_per_s:,.0f} tokens/s generated")
+    if status.tokens_per_s:
+        facts.append(f"{status.tokens_per_s:,.0f} tokens/s trained")
+    if status.is_paused:
+        facts.append("PAUSED")
+    return "  ".join(facts)
+
+
+def _limit(status: RunStatus) -> str:
+    limit = status.limit
+    if limit.stage is None:
+        return limit.reason
+    return f"{'BLOCKED by' if limit.is_blocked else 'limited by'} {limit.stage}: {limit.reason}"
+
+
+def _streams(status: RunStatus) -> list[str]:
+    rows = [
+        (
+            name.value,
+            str(depth.length),
+            str(depth.backlog),
+            str(depth.pending),
+            _age(depth.oldest_waiting_s),
+            _age(depth.oldest_pending_s),
+        )
+        for name, depth in status.streams.items()
+    ]
+    return _table(("stream", "groups", "waiting", "in work", "oldest waiting", "oldest in work"), rows)
+
+
+def _ledger(status: RunStatus) -> list[str]:
+    ledger = status.ledger
+    reasons = " ".join(f"{reason} {count}" for reason, count in ledger.dropped.items() if count)
+    dropped = f"{ledger.num_dropped} ({reasons})" if reasons else "0"
+    verdict = "" if status.ledger_balances else "   DOES NOT BALANCE"
+    right = f"trained {ledger.trained} + dropped {dropped} + dead {ledger.dead} + live {ledger.live}"
+    lines = [f"fed {ledger.fed} = {right}{verdict}"]
+    extra = [f"uncommitted {ledger.uncommitted}"] if ledger.uncommitted else []
+    extra += [f"refused {ledger.refused}"] if ledger.refused else []
+    if ledger.eval_fed:
+        extra.append(f"evaluation {ledger.eval_done} of {ledger.eval_fed}")
+    return lines + (["  ".join(extra)] if extra else [])
+
+
+def _workers(workers: Sequence[WorkerInfo]) -> list[str]:
+    rows = [
+        (
+            worker.worker_id,
+            str(worker.status.get("state", "?")) if worker.is_alive else "LOST",
+            _field(worker.status.get("weight_version"), "g"),
+            _field(worker.status.get("groups_per_s"), ".2f"),
+            _field(worker.status.get("tokens_per_s"), ",.0f"),
+            _field(worker.status.get("idle_ratio"), ".0%"),
+            f"{worker.age_s:.0f} s",
+            str(worker.status.get("waiting_for") or ""),
+        )
+        for worker in workers
+    ]
+    return _table(("worker", "state", "version", "groups/s", "tokens/s", "idle", "seen", "waits for"), rows)
+
+
+def _said(name: str, value: float | None, form: str = "d") -> list[str]:
+    return [] if value is None else [f"{name} {value:{form}}"]
+
+
+def _field(value: Json, form: str) -> str:
+    return f"{value:{form}}" if isinstance(value, (int, float)) else ""
+
+
+def _age(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds else ""
+
+
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    cells = [headers, *rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
+    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in cells]
