@@ -247,7 +247,7 @@ class WeightSettings(Section):
     tile_bytes: Annotated[int, Field(ge=4096, le=64 * 1024 * 1024)] = Field(
         1024 * 1024, description="Unit of transfer and verification."
     )
-    credits: Count = Field(8, description="Tiles a subscriber has on order at once.")
+    credits: Annotated[int, Field(ge=1, le=256)] = Field(8, description="Tiles a subscriber has on order at once.")
     poll_s: Seconds = Field(2.0, description="A lost announcement delays new weights by at most this.")
     publish_every: Count = Field(1, description="Optimiser steps between published versions.")
     insecure: bool = Field(False, description="Allows binding other than loopback without encryption.")

@@ -48,9 +48,12 @@ class Encoder:
         check_names(state.tensors)
         table, num_bytes = lay_out((name, item.dtype, item.shape) for name, item in state.tensors.items())
         for entry in table:
-            found = state.tensors[entry.name].data.nbytes
-            if found != entry.num_bytes:
-                raise WeightError(f"tensor {entry.name!r}: {found} bytes for {entry.dtype} {entry.shape}")
+            data = state.tensors[entry.name].data
+            if data.nbytes != entry.num_bytes or not data.c_contiguous:
+                raise WeightError(
+                    f"tensor {entry.name!r}: {data.nbytes} bytes, contiguous: {data.c_contiguous}, "
+                    f"for {entry.dtype} {entry.shape}"
+                )
         tiles = self._borrow(num_bytes)
         position = 0
         for entry in table:

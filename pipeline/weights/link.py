@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 
 from pipeline.config import WeightSettings
+from pipeline.errors import WeightError
 from pipeline.weights.protocol import MAGIC, MAX_MANIFEST_BYTES, NO_ROOT, NOTHING, Header, Kind
 from pipeline.weights.security import use_public_key
 from pipeline.weights.state import Endpoints
@@ -33,6 +34,7 @@ class Answer:
 class Link:
     """Connected on construction, in the sense of ZeroMQ: it delivers as soon as there is someone.
 
+    Raises WeightError where address or key are none. endpoints.session: empty accepts any.
     announced: highest version that an announcement has named. num_ignored: messages that were
     malformed or of another session.
     """
@@ -41,11 +43,19 @@ class Link:
         self.endpoints = endpoints
         self.announced = NOTHING
         self.num_ignored = 0
-        self._session = bytes.fromhex(endpoints.session)
         self._num_requests = 0
         public_key = settings.server_public_key or endpoints.public_key
-        self._dealer = _connect(context, zmq.DEALER, endpoints.tiles, public_key)
-        self._subscriber = _connect(context, zmq.SUB, endpoints.announce, public_key)
+        self._dealer, self._subscriber = _socket(context, zmq.DEALER), _socket(context, zmq.SUB)
+        self._subscriber.conflate = True  # only the newest announcement matters
+        self._subscriber.subscribe(MAGIC)
+        try:
+            for socket, address in ((self._dealer, endpoints.tiles), (self._subscriber, endpoints.announce)):
+                if public_key:
+                    use_public_key(socket, public_key)
+                socket.connect(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise WeightError(f"{endpoints} cannot be connected to: {error.strerror}") from error
 
     async def request(self, kind: Kind, *, version: int, index: int = 0, root: bytes = NO_ROOT) -> int:
         """Send a request and return its number."""
@@ -95,12 +105,12 @@ class Link:
 
     def _accepted(self, frame: bytes) -> Header | None:
         header = Header.parse(frame)
-        if header is None or (self._session and header.session != self._session):
+        if header is None or self.endpoints.session not in {"", header.session.hex()}:
             return None
         return header
 
 
-def _connect(context: zmq.asyncio.Context, kind: int, address: str, public_key: str) -> zmq.asyncio.Socket:
+def _socket(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
     socket = context.socket(kind)
     socket.linger = 0
     socket.ipv6 = True
@@ -108,10 +118,4 @@ def _connect(context: zmq.asyncio.Context, kind: int, address: str, public_key: 
     socket.heartbeat_ivl = _HEARTBEAT_MS
     socket.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
     socket.reconnect_ivl_max = _MAX_RECONNECT_MS
-    if kind == zmq.SUB:
-        socket.conflate = True  # only the newest announcement matters
-        socket.subscribe(MAGIC)
-    if public_key:
-        use_public_key(socket, public_key)
-    socket.connect(address)
     return socket

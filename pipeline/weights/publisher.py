@@ -55,6 +55,7 @@ class WeightPublisher:
 
     def __init__(self, settings: WeightSettings, *, keep: int = 2) -> None:
         session = uuid.uuid4()
+        self._keys = load_server_keys(settings.server_secret_key_file)
         self._settings = settings
         self._session = session
         self._shelf = Shelf(keep=keep)
@@ -79,7 +80,7 @@ class WeightPublisher:
                 f"weights.host = {settings.host!r} is no address that generators can connect to: "
                 "set weights.advertise to the name or address of this machine"
             )
-        keys = load_server_keys(settings.server_secret_key_file)
+        keys = self._keys
         router, announcer, inbox = self._socket(zmq.ROUTER), self._socket(zmq.PUB), self._socket(zmq.PULL)
         router.router_mandatory = True  # an answer to someone who has gone is an error, to be counted
         for socket in (router, announcer):

@@ -105,11 +105,10 @@ class WeightSubscriber:
         """
         floor = NOTHING if newer_than is None else newer_than
         while True:
-            link = await self._connected()
             try:
-                transfer = await self._received(link, floor)
+                transfer = await self._received(await self._connected(), floor)
             except _SilenceError:
-                self._give_up(link)
+                self._give_up()
             except WeightError as error:
                 self._transfer = None
                 self._stats.num_refused += 1
@@ -126,8 +125,7 @@ class WeightSubscriber:
 
     def close(self) -> None:
         """Disconnect and free everything, after `next` has returned or was cancelled. Safe to call twice."""
-        if self._link is not None:
-            self._disconnect(self._link)
+        self._disconnect()
         self._transfer = None
         if not self._context.closed:
             self._context.term()
@@ -162,17 +160,18 @@ class WeightSubscriber:
                 break
         raise _SilenceError
 
-    def _give_up(self, link: Link) -> None:
+    def _give_up(self) -> None:
         """Connect anew, perhaps elsewhere; wait longer then, since the line may just be slow."""
-        log.warning("weight_publisher_silent", address=link.endpoints.tiles, waiting_for=str(self._stats.phase))
+        log.warning("weight_publisher_silent", waiting_for=str(self._stats.phase))
         self._stats.num_silences += 1
         self._stats.num_resumed_tiles += self._transfer.num_verified if self._transfer else 0
         self._patience = min(2 * self._patience, _MAX_PATIENCE)
-        self._disconnect(link)
+        self._disconnect()
 
-    def _disconnect(self, link: Link) -> None:
-        self._stats.num_ignored += link.num_ignored
-        link.close()
+    def _disconnect(self) -> None:
+        if self._link is not None:
+            self._stats.num_ignored += self._link.num_ignored
+            self._link.close()
         self._link = None
 
     # Transfer

@@ -1,0 +1,1 @@
+"""Weights from a publisher to its subscribers, over real ZeroMQ."""

@@ -1,0 +1,128 @@
+"""Who may listen, and what a wrong address, port or key says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlparse
+
+import pytest
+import zmq
+import zmq.auth
+
+from pipeline.config import WeightSettings
+from pipeline.errors import ConfigError
+from pipeline.weights import WeightPublisher, WeightSubscriber
+from pipeline.weights.security import load_server_keys
+from tests.weights.states import FAST, at, make_state, next_within, same
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[str, str]:
+    """(file of the secret key, public key)."""
+    public, secret = zmq.curve_keypair()
+    path = tmp_path / "weights.key"
+    path.write_text(secret.decode() + "\n")
+    return str(path), public.decode()
+
+
+def with_settings(**changes: object) -> WeightSettings:
+    return FAST.model_copy(update=changes)
+
+
+async def test_the_right_key_receives(keys: tuple[str, str]) -> None:
+    path, public = keys
+    with WeightPublisher(with_settings(server_secret_key_file=path)) as publisher:
+        endpoints = publisher.start()
+        publisher.publish(make_state(1))
+        assert endpoints.public_key == public
+        for settings in (FAST, with_settings(server_public_key=public)):
+            async with WeightSubscriber(settings, resolve=at(endpoints)) as subscriber:
+                assert same(await next_within(subscriber, None), make_state(1))
+
+
+async def test_a_wrong_key_and_no_key_receive_nothing(keys: tuple[str, str]) -> None:
+    path, _ = keys
+    wrong = zmq.curve_keypair()[0].decode()
+    with WeightPublisher(with_settings(server_secret_key_file=path)) as publisher:
+        endpoints = publisher.start()
+        publisher.publish(make_state(1))
+        open_endpoints = type(endpoints)(
+            announce=endpoints.announce, tiles=endpoints.tiles, session=endpoints.session, public_key=""
+        )
+        for settings, known in ((with_settings(server_public_key=wrong), endpoints), (FAST, open_endpoints)):
+            async with WeightSubscriber(settings, resolve=at(known)) as subscriber:
+                with pytest.raises(TimeoutError):
+                    await next_within(subscriber, None, seconds=0.7)
+        assert publisher.stats.server.num_manifests == 0
+
+
+async def test_a_subscriber_that_demands_encryption_takes_nothing_in_the_clear(keys: tuple[str, str]) -> None:
+    with WeightPublisher(FAST) as publisher:
+        endpoints = publisher.start()
+        publisher.publish(make_state(1))
+        async with WeightSubscriber(with_settings(server_public_key=keys[1]), resolve=at(endpoints)) as subscriber:
+            with pytest.raises(TimeoutError):
+                await next_within(subscriber, None, seconds=0.7)
+
+
+def test_key_files_of_zeromq_itself_are_read(tmp_path: Path) -> None:
+    public_file, secret_file = zmq.auth.create_certificates(tmp_path, "weights")
+    loaded = load_server_keys(secret_file)
+    assert loaded is not None
+    assert loaded.public.encode() == zmq.auth.load_certificate(public_file)[0]
+    assert loaded.secret.decode() not in repr(loaded)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"short", b"\xff" * 40, b"\x7f" * 40])
+def test_a_file_that_holds_no_key_is_named(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "weights.key"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"weights\.server_secret_key_file.*weights\.key"):
+        WeightPublisher(with_settings(server_secret_key_file=str(path)))
+
+
+@pytest.mark.parametrize("key", ["short", "é" * 40, "\x7f" * 40])
+def test_a_public_key_that_is_none_is_named(key: str) -> None:
+    with pytest.raises(ConfigError, match=r"weights\.server_public_key"):
+        WeightSubscriber(with_settings(server_public_key=key), resolve=at(None))
+
+
+@pytest.mark.parametrize("setting", ["port", "announce_port"])
+def test_a_port_in_use_is_named(setting: str) -> None:
+    with WeightPublisher(FAST) as publisher:
+        endpoints = publisher.start()
+        taken = urlparse(endpoints.tiles).port
+        with (
+            WeightPublisher(with_settings(**{setting: taken})) as other,
+            pytest.raises(ConfigError, match=rf"weights\.{setting} = {taken} is in use"),
+        ):
+            other.start()
+
+
+def test_an_address_of_another_machine_is_named() -> None:
+    with (
+        WeightPublisher(with_settings(host="192.0.2.1")) as publisher,
+        pytest.raises(ConfigError, match=r"weights\.host = '192\.0\.2\.1'"),
+    ):
+        publisher.start()
+
+
+def test_listening_everywhere_needs_an_address_to_advertise() -> None:
+    with (
+        WeightPublisher(with_settings(host="0.0.0.0")) as publisher,
+        pytest.raises(ConfigError, match=r"weights\.advertise"),
+    ):
+        publisher.start()
+
+
+@pytest.mark.parametrize(("host", "advertise"), [("0.0.0.0", "127.0.0.1"), ("localhost", ""), ("::1", "")])
+async def test_the_advertised_address_is_the_one_to_connect_to(host: str, advertise: str) -> None:
+    with WeightPublisher(with_settings(host=host, advertise=advertise)) as publisher:
+        try:
+            endpoints = publisher.start()
+        except ConfigError as error:
+            pytest.skip(str(error))  # a machine without IPv6
+        publisher.publish(make_state(1))
+        async with WeightSubscriber(FAST, resolve=at(endpoints)) as subscriber:
+            assert same(await next_within(subscriber, None), make_state(1))
