@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import Sequence
 from importlib import resources
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
+import msgpack
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
@@ -21,7 +21,6 @@ from pipeline.config import RedisSettings
 from pipeline.errors import ConfigError
 from pipeline.keys import CONSUMER_GROUP, Keys
 
-Argument: TypeAlias = str | bytes | int
 EMBEDDED = "embedded"
 
 # A connection that cannot be made is tried again for about a minute; a call that was under way
@@ -100,9 +99,16 @@ class Scripts:
         """All keys that scripts touch, in the order of KEYS."""
         return self._keys
 
-    async def call(self, name: str, args: Sequence[Argument] = ()) -> Any:
-        """What the script returns: integers, bytes, and lists of them."""
+    async def call(self, name: str, *args: object) -> Any:
+        """What the script returns.
+
+        args and reply are integers, booleans, bytes (text is sent as UTF-8) and lists of them.
+        They travel as one msgpack value: redis-py spends more time on an argument than Redis on a
+        whole group.
+        """
+        packed = cast(bytes, msgpack.packb(args, use_bin_type=False))
         async with self._one_at_a_time:
             number = f"{self._life}:{next(self._numbers)}"
-            arguments = [CONSUMER_GROUP, self._consumer, number, *args]
-            return await self._scripts[name](keys=cast(Any, self._keys), args=cast(Any, arguments))
+            arguments = [CONSUMER_GROUP, self._consumer, number, packed]
+            reply = await self._scripts[name](keys=cast(Any, self._keys), args=cast(Any, arguments))
+        return msgpack.unpackb(cast(bytes, reply), raw=True)

@@ -121,13 +121,13 @@ def seconds_of(fields: RawFields, name: bytes) -> float:
         return 0.0
 
 
-def lease_of(stream: Stream, entry_id: bytes, fields: RawFields, deliveries: int) -> Lease:
-    """A lease on an entry that was delivered this many times."""
+def lease_of(stream: Stream, entry_id: bytes, fields: RawFields, attempt: int | None = None) -> Lease:
+    """A lease on an entry just delivered; attempt: the one its fields say, unless it was reclaimed."""
     return Lease(
         stream=stream,
         entry_id=entry_id,
         group_id=text_of(fields, b"group_id"),
-        attempt=max(integer_of(fields, b"attempt", 1), 1) + deliveries - 1,
+        attempt=attempt or max(integer_of(fields, b"attempt", 1), 1),
         weight_version=integer_of(fields, b"weight_version"),
         is_evaluation=fields.get(b"evaluation") == b"1",
         created_at=seconds_of(fields, b"created_at"),

@@ -7,6 +7,7 @@ and that keeps the ledger. Streams are never trimmed, and no payload is ever loo
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -16,7 +17,7 @@ from redis.exceptions import ResponseError
 
 from pipeline.accounts import Accounts
 from pipeline.config import QueueSettings
-from pipeline.connection import MAX_BLOCK_S, Argument, connect
+from pipeline.connection import MAX_BLOCK_S, connect
 from pipeline.keys import CONSUMER_GROUP, Keys, Stream
 from pipeline.leases import DeadLetter, Entry, Lease, LeaseKeeper, Moved, Queued, lease_of
 from pipeline.ledger import Depth, DropReason, Ledger
@@ -63,7 +64,7 @@ class Streams(Accounts):
 
     async def open(self) -> None:
         """Makes the consumer groups where they are missing. Harmless when repeated."""
-        await self._scripts.call("open", [_FORGET_CONSUMER_MS])
+        await self._scripts.call("open", _FORGET_CONSUMER_MS)
 
     async def clear(self) -> None:
         """Removes all groups, dead letters and accounts of this run, and opens it anew."""
@@ -81,12 +82,12 @@ class Streams(Accounts):
         is still in the streams.
         """
         accepted = 0
-        for batch in _batches(entries, lambda entry: len(entry.payload)):
-            args: list[Argument] = [limit, self._settings.max_length, SCHEMA_VERSION]
-            for entry in batch:
-                ordinal = "" if entry.ordinal is None else entry.ordinal
-                args += [entry.group_id, entry.weight_version, int(entry.is_evaluation), ordinal, entry.payload]
-            done = cast(int, await self._scripts.call("feed", args))
+        for batch in _batches(entries, _num_bytes):
+            items = [
+                (entry.group_id, entry.weight_version, entry.is_evaluation, _ordinal(entry), entry.payload)
+                for entry in batch
+            ]
+            done: int = await self._scripts.call("feed", limit, self._settings.max_length, SCHEMA_VERSION, items)
             accepted += done
             if done < len(batch):
                 break
@@ -100,11 +101,9 @@ class Streams(Accounts):
         accepted; feed nothing new before it is all of them.
         """
         accepted = 0
-        for batch in _batches(entries, lambda entry: len(entry.payload)):
-            args: list[Argument] = [limit, self._settings.max_length, SCHEMA_VERSION]
-            for entry in batch:
-                args += [entry.group_id, entry.weight_version, entry.payload]
-            done = cast(int, await self._scripts.call("refeed", args))
+        for batch in _batches(entries, _num_bytes):
+            items = [(entry.group_id, entry.weight_version, entry.payload) for entry in batch]
+            done: int = await self._scripts.call("refeed", limit, self._settings.max_length, SCHEMA_VERSION, items)
             accepted += done
             if done < len(batch):
                 break
@@ -121,10 +120,8 @@ class Streams(Accounts):
         mended = payloads or {}
         moved = 0
         for batch in _batches(ids, lambda letter_id: len(mended.get(letter_id, b""))):
-            args: list[Argument] = [self._settings.max_length]
-            for letter_id in batch:
-                args += [letter_id, int(letter_id in mended), mended.get(letter_id, b"")]
-            moved += cast(list[int], await self._scripts.call("requeue", args)).count(1)
+            items = [(letter_id, mended.get(letter_id, False)) for letter_id in batch]
+            moved += await self._scripts.call("requeue", self._settings.max_length, items)
         return moved
 
     # Claiming
@@ -166,20 +163,19 @@ class Streams(Accounts):
             await self._reopen_after(error)
             return []
         entries = cast(Any, reply)[0][1] if reply else []
-        return [lease_of(stream, entry_id, fields, 1) for entry_id, fields in entries]
+        return [lease_of(stream, entry_id, fields) for entry_id, fields in entries]
 
     async def _reclaim(self, stream: Stream, count: int) -> list[Lease]:
         self._next_reclaim_at[stream] = time.monotonic() + self.lease_s / 3
         lease_ms = max(1, int(self.lease_s * 1000))
-        limit = self._settings.max_attempts
-        args: list[Argument] = [_INDEX[stream], lease_ms, count, self._cursors[stream], limit]
+        cursor, limit = self._cursors[stream], self._settings.max_attempts
         try:
-            cursor, taken, _ = await self._scripts.call("reclaim", args)
+            reply = await self._scripts.call("reclaim", _INDEX[stream], lease_ms, count, cursor, limit)
         except ResponseError as error:
             await self._reopen_after(error)
             return []
-        self._cursors[stream] = cursor
-        return [lease_of(stream, entry_id, _pairs(flat), deliveries) for entry_id, deliveries, flat in taken]
+        self._cursors[stream], taken = reply
+        return [lease_of(stream, entry_id, _pairs(fields), attempt) for entry_id, attempt, fields in taken]
 
     async def _reopen_after(self, error: ResponseError) -> None:
         """A server that came back without its data has no consumer groups: makes them again."""
@@ -191,9 +187,9 @@ class Streams(Accounts):
     async def renew(self, leases: Sequence[Lease]) -> list[Lease]:
         """Restarts the term of these leases; returns those that are lost."""
         lost: list[Lease] = []
-        for batch in _batches(leases, _nothing):
-            args = [word for lease in batch for word in _place(lease)]
-            lost += _refused(batch, await self._scripts.call("renew", args))
+        for stream, batch in _by_stream(leases):
+            held = await self._scripts.call("renew", _INDEX[stream], [(lease.entry_id,) for lease in batch])
+            lost += _unheld(batch, held)
         return lost
 
     # Onward
@@ -205,24 +201,28 @@ class Streams(Accounts):
     async def hand_over_many(self, pairs: Sequence[tuple[Lease, Entry]], to: Stream) -> list[Moved]:
         """Moves groups to the next stream, each if its lease still holds and there is room."""
         outcomes: list[Moved] = []
-        for batch in _batches(pairs, lambda pair: len(pair[1].payload)):
-            args: list[Argument] = [_INDEX[to], self._settings.max_length, SCHEMA_VERSION]
-            for lease, entry in batch:
-                assert lease.group_id == entry.group_id, "a lease is handed over as the group it is on"
-                args += [*_place(lease), lease.group_id, entry.weight_version, int(lease.is_evaluation), entry.payload]
-            outcomes += [_OUTCOMES[code] for code in await self._scripts.call("hand_over", args)]
+        for stream, group in itertools.groupby(pairs, lambda pair: pair[0].stream):
+            for batch in _batches(list(group), lambda pair: len(pair[1].payload)):
+                items = [
+                    (lease.entry_id, _same_id(lease, entry), entry.weight_version, lease.is_evaluation, entry.payload)
+                    for lease, entry in batch
+                ]
+                codes = await self._scripts.call(
+                    "hand_over", _INDEX[stream], _INDEX[to], self._settings.max_length, SCHEMA_VERSION, items
+                )
+                outcomes += [_OUTCOMES[code] for code in codes]
         return outcomes
 
-    async def release(self, leases: Sequence[Lease], *, has_failed: bool = False) -> None:
-        """Gives groups back, for others to claim at once.
+    async def release(self, leases: Sequence[Lease]) -> int:
+        """Gives groups back: others can claim them at once, and the attempt does not count.
 
-        has_failed: the attempt counts; without it, as in a drain, it does not.
+        Returns how many were still held.
         """
-        for batch in _batches(leases, _nothing):
-            args: list[Argument] = []
-            for lease in batch:
-                args += [*_place(lease), lease.attempt + has_failed]
-            await self._scripts.call("release", args)
+        released = 0
+        for stream, batch in _by_stream(leases):
+            items = [(lease.entry_id, lease.attempt) for lease in batch]
+            released += await self._scripts.call("release", _INDEX[stream], items)
+        return released
 
     async def release_all(self) -> int:
         """Gives back all that this consumer holds, also what it never saw; then it is gone.
@@ -233,7 +233,7 @@ class Streams(Accounts):
         for stream in Stream:
             left = 1
             while left:
-                done, left = await self._scripts.call("release_all", [_INDEX[stream], _BATCH_GROUPS])
+                done, left = await self._scripts.call("release_all", _INDEX[stream], _BATCH_GROUPS)
                 released += done
         await self._redis.hdel(self._keys.replies, self.consumer)
         return released
@@ -242,8 +242,9 @@ class Streams(Accounts):
 
     async def dead_letter(self, lease: Lease, reason: str) -> bool:
         """Sets a group aside that cannot be processed. False when the lease was lost."""
-        args: list[Argument] = [*_place(lease), lease.attempt, reason[:_MAX_REASON]]
-        return bool(await self._scripts.call("dead_letter", args))
+        item = (lease.entry_id, lease.attempt, reason[:_MAX_REASON])
+        held: bool = await self._scripts.call("dead_letter", _INDEX[lease.stream], [item])
+        return held
 
     async def drop(self, leases: Sequence[Lease], reason: DropReason, *, refeed: Sequence[Entry] = ()) -> int:
         """Takes groups out unused and frees their places; returns how many were still held.
@@ -252,44 +253,42 @@ class Streams(Accounts):
         """
         if refeed and len(refeed) != len(leases):
             raise ValueError(f"{len(refeed)} groups to feed again for {len(leases)} dropped ones")
-        substitutes: Sequence[Entry | None] = refeed or [None] * len(leases)
+        substitutes = dict(zip((lease.entry_id for lease in leases), refeed, strict=False))
         dropped = 0
-        for batch in _batches(list(zip(leases, substitutes, strict=True)), lambda pair: _size(pair[1])):
-            args: list[Argument] = [reason.value, SCHEMA_VERSION]
-            for lease, entry in batch:
-                args += [*_place(lease), lease.group_id, int(lease.is_evaluation)]
-                args += ["", "", ""] if entry is None else [entry.group_id, entry.weight_version, entry.payload]
-            dropped += sum(await self._scripts.call("drop", args))
+        for stream, batch in _by_stream(leases, lambda lease: _num_bytes(substitutes.get(lease.entry_id))):
+            items = [
+                (lease.entry_id, lease.group_id, lease.is_evaluation, _substitute(substitutes.get(lease.entry_id)))
+                for lease in batch
+            ]
+            dropped += await self._scripts.call("drop", _INDEX[stream], reason.value, SCHEMA_VERSION, items)
         return dropped
 
     async def finish_training(self, leases: Sequence[Lease], prompts: Mapping[str, bytes]) -> list[Lease]:
         """The groups of one optimiser step, in one call: trained, and uncommitted until `commit`.
 
-        prompts: group id -> payload of its prompt. Returns those whose lease was lost.
+        leases: on `scored`. prompts: group id -> payload of its prompt. Returns those whose lease
+        was lost.
         """
         if not leases:
             return []
-        args: list[Argument] = []
-        for lease in leases:
-            assert not lease.is_evaluation, "evaluation groups are never trained on"
-            args += [*_place(lease), lease.group_id, prompts[lease.group_id]]
-        return _refused(leases, await self._scripts.call("finish_training", args))
+        assert all(lease.stream is Stream.SCORED and not lease.is_evaluation for lease in leases)
+        items = [(lease.entry_id, lease.group_id, prompts[lease.group_id]) for lease in leases]
+        return _unheld(leases, await self._scripts.call("finish_training", _INDEX[Stream.SCORED], items))
 
     async def finish_evaluation(self, leases: Sequence[Lease]) -> list[Lease]:
         """Evaluation groups that were reported. Returns those whose lease was lost."""
-        if not leases:
-            return []
-        args: list[Argument] = []
-        for lease in leases:
-            args += [*_place(lease), lease.group_id]
-        return _refused(leases, await self._scripts.call("finish_evaluation", args))
+        lost: list[Lease] = []
+        for stream, batch in _by_stream(leases):
+            items = [(lease.entry_id, lease.group_id) for lease in batch]
+            lost += _unheld(batch, await self._scripts.call("finish_evaluation", _INDEX[stream], items))
+        return lost
 
     # Commitment
 
     async def commit(self, group_ids: Sequence[str]) -> int:
         """These groups' effect is in a checkpoint on disk. Returns how many were uncommitted."""
         committed = 0
-        for batch in _batches(group_ids, _nothing):
+        for batch in _batches(group_ids):
             committed += await self._redis.hdel(self._keys.uncommitted, *batch)
         return committed
 
@@ -298,7 +297,15 @@ class Streams(Accounts):
 _BATCH_GROUPS, _BATCH_BYTES = 256, 64 * 1024 * 1024
 
 
-def _batches(items: Sequence[_Item], num_bytes: Callable[[_Item], int]) -> Iterator[Sequence[_Item]]:
+def _num_bytes(entry: Entry | None) -> int:
+    return 0 if entry is None else len(entry.payload)
+
+
+def _nothing(_: object) -> int:
+    return 0
+
+
+def _batches(items: Sequence[_Item], num_bytes: Callable[[_Item], int] = _nothing) -> Iterator[Sequence[_Item]]:
     start, size = 0, 0
     for position, item in enumerate(items):
         size += num_bytes(item)
@@ -310,21 +317,30 @@ def _batches(items: Sequence[_Item], num_bytes: Callable[[_Item], int]) -> Itera
         yield items[start:]
 
 
-def _pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
-    return dict(zip(flat[::2], flat[1::2], strict=True))
+def _by_stream(
+    leases: Sequence[Lease], num_bytes: Callable[[Lease], int] = _nothing
+) -> Iterator[tuple[Stream, Sequence[Lease]]]:
+    for stream, group in itertools.groupby(leases, lambda lease: lease.stream):
+        for batch in _batches(list(group), num_bytes):
+            yield stream, batch
 
 
-def _place(lease: Lease) -> tuple[int, bytes]:
-    return _INDEX[lease.stream], lease.entry_id
+def _same_id(lease: Lease, entry: Entry) -> str:
+    assert lease.group_id == entry.group_id, "a lease is handed over as the group it is on"
+    return entry.group_id
 
 
-def _refused(leases: Sequence[Lease], held: Sequence[int]) -> list[Lease]:
+def _ordinal(entry: Entry) -> int:
+    return -1 if entry.ordinal is None else entry.ordinal
+
+
+def _substitute(entry: Entry | None) -> tuple[str, int, bytes] | bool:
+    return entry is not None and (entry.group_id, entry.weight_version, entry.payload)
+
+
+def _pairs(fields: Sequence[bytes]) -> dict[bytes, bytes]:
+    return dict(zip(fields[::2], fields[1::2], strict=True))
+
+
+def _unheld(leases: Sequence[Lease], held: Sequence[bool]) -> list[Lease]:
     return [lease for lease, is_held in zip(leases, held, strict=True) if not is_held]
-
-
-def _size(entry: Entry | None) -> int:
-    return 0 if entry is None else len(entry.payload)
-
-
-def _nothing(_: object) -> int:
-    return 0

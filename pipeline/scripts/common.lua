@@ -1,48 +1,68 @@
 -- In front of every script. All of a run's keys come in KEYS, so that a cluster can route the call.
+-- What a script needs besides comes as one msgpack value, and so does its answer.
 local STREAMS = {KEYS[1], KEYS[2], KEYS[3]}
 local PROMPTS, DEAD_LETTERS, LEDGER = KEYS[1], KEYS[4], KEYS[5]
 local UNCOMMITTED, EVALUATING, REPLIES = KEYS[6], KEYS[7], KEYS[8]
 local GROUP, CONSUMER, CALL = ARGV[1], ARGV[2], ARGV[3]
+local ARGS = cmsgpack.unpack(ARGV[4])
 
 local clock = redis.call('TIME')
 local NOW_MS = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local NOW = string.format('%d.%06d', clock[1], clock[2])
+local REFUSED, MOVED, FULL = 0, 1, 2
 
--- A client whose connection breaks before the reply sends the call again. Its number tells: then
--- the first reply is given once more and nothing is done twice.
-local function replied()
+-- A client whose connection breaks before the answer comes sends the call again. The call's number
+-- tells: then the first answer is given once more, and nothing is done twice.
+local function answered()
   local last = redis.call('HGET', REPLIES, CONSUMER)
-  if last and string.sub(last, 1, #CALL + 1) == CALL .. ' ' then
-    return cjson.decode(string.sub(last, #CALL + 2))
-  end
+  if last and string.sub(last, 1, #CALL + 1) == CALL .. ' ' then return string.sub(last, #CALL + 2) end
 end
 
-local function reply(result)
-  redis.call('HSET', REPLIES, CONSUMER, CALL .. ' ' .. cjson.encode(result))
-  return result
-end
-
--- XACK does not ask who holds the entry, XPENDING does. No such stream: nobody holds anything.
-local function holds(stream, id)
-  local pending = redis.pcall('XPENDING', stream, GROUP, id, id, 1, CONSUMER)
-  return not pending.err and pending[1] ~= nil
-end
-
-local function remove(stream, id)
-  redis.call('XACK', stream, GROUP, id)
-  redis.call('XDEL', stream, id)
+local function answer(result)
+  local packed = cmsgpack.pack(result)
+  redis.call('HSET', REPLIES, CONSUMER, CALL .. ' ' .. packed)
+  return packed
 end
 
 local function count(counter, amount)
   if amount ~= 0 then redis.call('HINCRBY', LEDGER, counter, amount) end
 end
 
-local function add(stream, group_id, version, schema, evaluation, payload)
-  if evaluation == '1' then
-    redis.call('XADD', stream, '*', 'group_id', group_id, 'attempt', '1', 'weight_version', version,
-      'created_at', NOW, 'schema', schema, 'evaluation', '1', 'payload', payload)
+-- Which of these entries this consumer holds: XACK does not ask, XPENDING does. One look at the
+-- range from the first to the last serves the usual batch, which was claimed together; what is not
+-- in it is looked up by itself. An id that is named twice counts once. No such stream: none is held.
+local function held_among(stream, items)
+  local held, seen, result = {}, {}, {}
+  if #items > 1 then
+    local rows = redis.pcall('XPENDING', stream, GROUP, items[1][1], items[#items][1], 2 * #items, CONSUMER)
+    for _, row in ipairs(rows.err and {} or rows) do held[row[1]] = true end
+  end
+  for i, item in ipairs(items) do
+    local id = item[1]
+    if not held[id] and not seen[id] then
+      local rows = redis.pcall('XPENDING', stream, GROUP, id, id, 1, CONSUMER)
+      held[id] = not rows.err and rows[1] ~= nil
+    end
+    result[i] = held[id] and not seen[id]
+    seen[id] = true
+  end
+  return result
+end
+
+local function remove_all(stream, ids)
+  for first = 1, #ids, 500 do
+    local last = math.min(first + 499, #ids)
+    redis.call('XACK', stream, GROUP, unpack(ids, first, last))
+    redis.call('XDEL', stream, unpack(ids, first, last))
+  end
+end
+
+local function add(stream, group_id, version, schema, is_evaluation, payload)
+  if is_evaluation then
+    redis.call('XADD', stream, '*', 'group_id', group_id, 'attempt', 1, 'weight_version', version,
+      'created_at', NOW, 'schema', schema, 'evaluation', 1, 'payload', payload)
   else
-    redis.call('XADD', stream, '*', 'group_id', group_id, 'attempt', '1', 'weight_version', version,
+    redis.call('XADD', stream, '*', 'group_id', group_id, 'attempt', 1, 'weight_version', version,
       'created_at', NOW, 'schema', schema, 'payload', payload)
   end
 end
@@ -63,23 +83,15 @@ local function fields_of(stream, id)
   return flat, named
 end
 
--- An evaluation group leaves the streams; says whether it was one.
-local function leave_evaluation(evaluation, group_id, counter)
-  if evaluation ~= '1' then return false end
-  redis.call('SREM', EVALUATING, group_id)
-  count(counter, 1)
-  return true
-end
-
 -- "prompts" of "{run}:prompts".
 local function name_of(stream) return string.match(stream, '[^:]+$') end
 
 -- From a stream to the dead letters, with all that is known about it.
-local function bury(index, id, attempt, reason)
-  local stream = STREAMS[index]
+local function bury(stream, id, attempt, reason)
   local _, named = fields_of(stream, id)
   if named then
-    local letter = {'XADD', DEAD_LETTERS, '*', 'stream', name_of(stream), 'reason', reason, 'attempt', attempt, 'dead_at', NOW}
+    local letter = {'XADD', DEAD_LETTERS, '*', 'stream', name_of(stream), 'reason', reason,
+      'attempt', attempt, 'dead_at', NOW}
     for _, name in ipairs({'group_id', 'weight_version', 'created_at', 'schema', 'evaluation', 'payload'}) do
       if named[name] then
         letter[#letter + 1] = name
@@ -87,29 +99,32 @@ local function bury(index, id, attempt, reason)
       end
     end
     redis.call(unpack(letter))
-    if not leave_evaluation(named.evaluation, named.group_id or '', 'eval_dead') then count('dead', 1) end
+    if named.evaluation == '1' then
+      redis.call('SREM', EVALUATING, named.group_id or '')
+      count('eval_dead', 1)
+    else
+      count('dead', 1)
+    end
   end
-  remove(stream, id)
+  remove_all(stream, {id})
 end
 
--- Back to the end of its stream, for anyone, at the given attempt.
+-- Back to the end of its stream, for anyone, to be tried as the given attempt. A new entry wakes a
+-- waiting reader and shows in the consumer group's lag; a pending one would do neither.
 local function give_back(stream, id, attempt)
-  local flat = fields_of(stream, id)
+  local flat, named = fields_of(stream, id)
   if flat then
     local entry = {'XADD', stream, '*'}
-    local has_attempt = false
     for i = 1, #flat, 2 do
-      local is_attempt = flat[i] == 'attempt'
       entry[#entry + 1] = flat[i]
-      entry[#entry + 1] = is_attempt and attempt or flat[i + 1]
-      has_attempt = has_attempt or is_attempt
+      entry[#entry + 1] = flat[i] == 'attempt' and attempt or flat[i + 1]
     end
-    if not has_attempt then
+    if not named.attempt then
       entry[#entry + 1] = 'attempt'
       entry[#entry + 1] = attempt
     end
     redis.call(unpack(entry))
   end
-  remove(stream, id)
+  remove_all(stream, {id})
 end
 

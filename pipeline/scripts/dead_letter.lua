@@ -1,11 +1,8 @@
--- ARGV: stream index, id, attempt, reason. Returns 1, or 0 when the lease was lost.
-local before = replied()
-if before then return before[1] end
+-- Sets one entry aside. ARGS: [stream, [[id, attempt, reason]]]. Returns whether it was held.
+local before = answered()
+if before then return before end
 
-local index, id = tonumber(ARGV[4]), ARGV[5]
-if not holds(STREAMS[index], id) then
-  count('refused', 1)
-  return reply({0})[1]
-end
-bury(index, id, ARGV[6], ARGV[7])
-return reply({1})[1]
+local stream, items = STREAMS[ARGS[1]], ARGS[2]
+local held = held_among(stream, items)[1]
+if held then bury(stream, unpack(items[1])) else count('refused', 1) end
+return answer(held)

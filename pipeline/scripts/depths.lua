@@ -20,4 +20,4 @@ for index, stream in ipairs(STREAMS) do
   if waiting[1] then depth[4] = age(waiting[1][1]) end
   result[index] = depth
 end
-return result
+return cmsgpack.pack(result)

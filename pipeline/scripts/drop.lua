@@ -1,27 +1,29 @@
--- Takes groups out and frees their place. ARGV: reason, schema, then for each: stream index, id,
--- group id, evaluation, and what is fed instead: group id or '', version, payload.
--- Returns 1 or 0 (lease lost) for each.
-local before = replied()
+-- Takes groups out and frees their places, which others may take.
+-- ARGS: [stream, reason, schema, [[id, group id, is evaluation, false or [group id, version, payload]], ...]].
+-- Returns how many were held.
+local before = answered()
 if before then return before end
 
-local reason, schema = ARGV[4], ARGV[5]
-local dropped, fed, refused, result = 0, 0, 0, {}
-for i = 6, #ARGV, 7 do
-  local stream, id = STREAMS[tonumber(ARGV[i])], ARGV[i + 1]
-  local held = holds(stream, id)
-  if held then
-    remove(stream, id)
-    if not leave_evaluation(ARGV[i + 3], ARGV[i + 2], 'eval_done') then dropped = dropped + 1 end
-    if ARGV[i + 4] ~= '' then
-      add(PROMPTS, ARGV[i + 4], ARGV[i + 5], schema, '0', ARGV[i + 6])
+local stream, reason, schema, items = STREAMS[ARGS[1]], unpack(ARGS, 2, 4)
+local held, removed, dropped, fed = held_among(stream, items), {}, 0, 0
+for i, item in ipairs(items) do
+  if held[i] then
+    local id, group_id, is_evaluation, substitute = unpack(item)
+    removed[#removed + 1] = id
+    if is_evaluation then
+      redis.call('SREM', EVALUATING, group_id)
+    else
+      dropped = dropped + 1
+    end
+    if substitute then
+      add(PROMPTS, substitute[1], substitute[2], schema, false, substitute[3])
       fed = fed + 1
     end
-  else
-    refused = refused + 1
   end
-  result[#result + 1] = held and 1 or 0
 end
+remove_all(stream, removed)
 count('dropped:' .. reason, dropped)
+count('eval_done', #removed - dropped)
 count('fed', fed)
-count('refused', refused)
-return reply(result)
+count('refused', #items - #removed)
+return answer(#removed)

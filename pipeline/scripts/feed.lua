@@ -1,32 +1,27 @@
--- Admission. ARGV: limit, max_length, schema, then for each entry: group id, version, evaluation,
--- ordinal or '', payload. Accepts from the front and returns how many.
-local before = replied()
-if before then return before[1] end
+-- Admission. ARGS: [limit, max_length, schema, [[group id, version, is evaluation, ordinal or -1, payload], ...]].
+-- Accepts from the front, and returns how many.
+local before = answered()
+if before then return before end
 
-local limit, max_length, schema = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6]
+local limit, max_length, schema, entries = unpack(ARGS)
 local num_live, length = live(), redis.call('XLEN', PROMPTS)
 local next_ordinal = tonumber(redis.call('HGET', LEDGER, 'next_ordinal') or 0)
 local accepted, fed, eval_fed = 0, 0, 0
 
-for i = 7, #ARGV, 5 do
-  local group_id, version, evaluation, ordinal, payload = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]
-  local known
-  if evaluation == '1' then
-    known = redis.call('SISMEMBER', EVALUATING, group_id) == 1
-  else
-    known = ordinal ~= '' and tonumber(ordinal) < next_ordinal
-  end
-  if not known then
-    if length >= max_length or (evaluation ~= '1' and num_live >= limit) then break end
-    add(PROMPTS, group_id, version, schema, evaluation, payload)
+for _, entry in ipairs(entries) do
+  local group_id, version, is_evaluation, ordinal, payload = unpack(entry)
+  local is_known = ordinal >= 0 and ordinal < next_ordinal
+  if is_evaluation then is_known = redis.call('SISMEMBER', EVALUATING, group_id) == 1 end
+  if not is_known then
+    if length >= max_length or (not is_evaluation and num_live >= limit) then break end
+    add(PROMPTS, group_id, version, schema, is_evaluation, payload)
     length = length + 1
-    if evaluation == '1' then
+    if is_evaluation then
       redis.call('SADD', EVALUATING, group_id)
       eval_fed = eval_fed + 1
     else
-      num_live = num_live + 1
-      fed = fed + 1
-      if ordinal ~= '' then next_ordinal = tonumber(ordinal) + 1 end
+      num_live, fed = num_live + 1, fed + 1
+      next_ordinal = math.max(next_ordinal, ordinal + 1)
     end
   end
   accepted = accepted + 1
@@ -34,5 +29,5 @@ end
 
 count('fed', fed)
 count('eval_fed', eval_fed)
-if fed > 0 and next_ordinal > 0 then redis.call('HSET', LEDGER, 'next_ordinal', next_ordinal) end
-return reply({accepted})[1]
+if next_ordinal > 0 then redis.call('HSET', LEDGER, 'next_ordinal', next_ordinal) end
+return answer(accepted)

@@ -1,19 +1,17 @@
--- Evaluation groups that were reported. ARGV: for each: stream index, id, group id.
--- Returns 1 or 0 (lease lost) for each.
-local before = replied()
+-- Evaluation groups that were reported. ARGS: [stream, [[id, group id], ...]].
+-- Returns for each whether it was held.
+local before = answered()
 if before then return before end
 
-local refused, result = 0, {}
-for i = 4, #ARGV, 3 do
-  local stream, id = STREAMS[tonumber(ARGV[i])], ARGV[i + 1]
-  local held = holds(stream, id)
-  if held then
-    remove(stream, id)
-    leave_evaluation('1', ARGV[i + 2], 'eval_done')
-  else
-    refused = refused + 1
+local stream, items = STREAMS[ARGS[1]], ARGS[2]
+local held, removed = held_among(stream, items), {}
+for i, item in ipairs(items) do
+  if held[i] then
+    redis.call('SREM', EVALUATING, item[2])
+    removed[#removed + 1] = item[1]
   end
-  result[#result + 1] = held and 1 or 0
 end
-count('refused', refused)
-return reply(result)
+remove_all(stream, removed)
+count('eval_done', #removed)
+count('refused', #items - #removed)
+return answer(held)

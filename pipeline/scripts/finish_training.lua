@@ -1,21 +1,17 @@
--- The groups of one optimiser step: gone from the streams, kept as uncommitted. ARGV: for each:
--- stream index, id, group id, prompt payload. Returns 1 or 0 (lease lost) for each.
-local before = replied()
+-- The groups of one optimiser step: gone from the stream, kept as uncommitted.
+-- ARGS: [stream, [[id, group id, prompt payload], ...]]. Returns for each whether it was held.
+local before = answered()
 if before then return before end
 
-local trained, refused, result = 0, 0, {}
-for i = 4, #ARGV, 4 do
-  local stream, id = STREAMS[tonumber(ARGV[i])], ARGV[i + 1]
-  local held = holds(stream, id)
-  if held then
-    remove(stream, id)
-    redis.call('HSET', UNCOMMITTED, ARGV[i + 2], ARGV[i + 3])
-    trained = trained + 1
-  else
-    refused = refused + 1
+local stream, items = STREAMS[ARGS[1]], ARGS[2]
+local held, removed = held_among(stream, items), {}
+for i, item in ipairs(items) do
+  if held[i] then
+    redis.call('HSET', UNCOMMITTED, item[2], item[3])
+    removed[#removed + 1] = item[1]
   end
-  result[#result + 1] = held and 1 or 0
 end
-count('trained', trained)
-count('refused', refused)
-return reply(result)
+remove_all(stream, removed)
+count('trained', #removed)
+count('refused', #items - #removed)
+return answer(held)

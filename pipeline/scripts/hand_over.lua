@@ -1,24 +1,25 @@
--- One stage forward, only for entries that are still held. ARGV: to, max_length, schema, then for each group:
--- from, id, group id, version, evaluation, payload. Returns 1 (moved), 0 (refused) or 2 (full) for each.
-local before = replied()
+-- One stage forward, only for entries that are still held.
+-- ARGS: [from, to, max_length, schema, [[id, group id, version, is evaluation, payload], ...]].
+-- Returns REFUSED, MOVED or FULL for each.
+local before = answered()
 if before then return before end
 
-local target, max_length, schema = STREAMS[tonumber(ARGV[4])], tonumber(ARGV[5]), ARGV[6]
-local length, refused, result = redis.call('XLEN', target), 0, {}
-for i = 7, #ARGV, 6 do
-  local stream, id = STREAMS[tonumber(ARGV[i])], ARGV[i + 1]
-  local outcome = 1
-  if not holds(stream, id) then
-    outcome = 0
+local source, target, max_length, schema, items = STREAMS[ARGS[1]], STREAMS[ARGS[2]], unpack(ARGS, 3, 5)
+local length, refused, moved, result = redis.call('XLEN', target), 0, {}, {}
+local held = held_among(source, items)
+for i, item in ipairs(items) do
+  if not held[i] then
+    result[i] = REFUSED
     refused = refused + 1
   elseif length >= max_length then
-    outcome = 2
+    result[i] = FULL
   else
-    add(target, ARGV[i + 2], ARGV[i + 3], schema, ARGV[i + 4], ARGV[i + 5])
-    remove(stream, id)
+    add(target, item[2], item[3], schema, item[4], item[5])
+    result[i] = MOVED
+    moved[#moved + 1] = item[1]
     length = length + 1
   end
-  result[#result + 1] = outcome
 end
+remove_all(source, moved)
 count('refused', refused)
-return reply(result)
+return answer(result)

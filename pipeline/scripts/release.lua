@@ -1,15 +1,14 @@
--- Gives entries back: as new ones, which wakes a waiting reader and shows in the group's lag, with
--- the attempt they were at. ARGV: for each: stream index, id, attempt. Returns 1 or 0 for each.
-local before = replied()
+-- Gives entries back, with the attempt they were at. ARGS: [stream, [[id, attempt], ...]].
+-- Returns how many were held.
+local before = answered()
 if before then return before end
 
-local result = {}
-for i = 4, #ARGV, 3 do
-  local stream, id, attempt = STREAMS[tonumber(ARGV[i])], ARGV[i + 1], ARGV[i + 2]
-  local held = holds(stream, id)
-  if held then
-    give_back(stream, id, attempt)
+local stream, items = STREAMS[ARGS[1]], ARGS[2]
+local held, released = held_among(stream, items), 0
+for i, item in ipairs(items) do
+  if held[i] then
+    give_back(stream, item[1], item[2])
+    released = released + 1
   end
-  result[#result + 1] = held and 1 or 0
 end
-return reply(result)
+return answer(released)

@@ -1,13 +1,13 @@
--- Gives back all that this consumer holds in one stream, seen by it or not, and then removes the
--- consumer. ARGV: stream index, most to release in this call. Returns [released, left].
-local stream, most = STREAMS[tonumber(ARGV[4])], ARGV[5]
+-- Gives back what this consumer holds in one stream, seen by it or not; when nothing is left the
+-- consumer is removed. ARGS: [stream, most to release in this call]. Returns [released, left].
+local stream, most = STREAMS[ARGS[1]], ARGS[2]
 local pending = redis.pcall('XPENDING', stream, GROUP, '-', '+', most, CONSUMER)
-if pending.err then return {0, 0} end
-for _, entry in ipairs(pending) do
-  local _, named = fields_of(stream, entry[1])
+if pending.err then return cmsgpack.pack({0, 0}) end
+for _, row in ipairs(pending) do
+  local _, named = fields_of(stream, row[1])
   local first = math.max(tonumber(named and named.attempt) or 1, 1)
-  give_back(stream, entry[1], first + entry[4] - 1)
+  give_back(stream, row[1], first + row[4] - 1)
 end
 local left = #redis.call('XPENDING', stream, GROUP, '-', '+', 1, CONSUMER)
 if left == 0 then redis.call('XGROUP', 'DELCONSUMER', stream, GROUP, CONSUMER) end
-return {#pending, left}
+return cmsgpack.pack({#pending, left})

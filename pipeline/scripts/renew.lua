@@ -1,9 +1,12 @@
--- Restarts the term of leases. ARGV: for each lease: stream index, id. Returns 1 (held) or 0 (lost) for each.
-local result = {}
-for i = 4, #ARGV, 2 do
-  local stream, id = STREAMS[tonumber(ARGV[i])], ARGV[i + 1]
-  local held = holds(stream, id)
-  if held then redis.call('XCLAIM', stream, GROUP, CONSUMER, 0, id, 'JUSTID') end
-  result[#result + 1] = held and 1 or 0
+-- Restarts the term of leases. ARGS: [stream, [[id], ...]]. Returns for each whether it is held.
+local stream, items = STREAMS[ARGS[1]], ARGS[2]
+local held, ids = held_among(stream, items), {}
+for i, item in ipairs(items) do
+  if held[i] then ids[#ids + 1] = item[1] end
 end
-return result
+for first = 1, #ids, 500 do
+  local some = {'XCLAIM', stream, GROUP, CONSUMER, 0, unpack(ids, first, math.min(first + 499, #ids))}
+  some[#some + 1] = 'JUSTID'
+  redis.call(unpack(some))
+end
+return cmsgpack.pack(held)
