@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -22,7 +21,6 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LOOK_EVERY_S = 0.5
 # With the parent its Redis may be gone too; there is less to hope for.
 _ORPHAN_DRAIN_S = 10.0
-_PR_SET_PDEATHSIG = 1
 
 
 class StoppedNowError(RollstreamError):
@@ -52,8 +50,6 @@ class Shutdown:
         ours = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         for number in ours:
             loop.add_signal_handler(number, self._on_signal, number)
-        if self._parent is not None:
-            _ask_for_signal_when_parent_dies()
         try:
             yield
         finally:
@@ -62,9 +58,13 @@ class Shutdown:
 
     async def watch_parent(self) -> None:
         """Drains when the process that started this one is gone; returns at once without one."""
-        while self._parent is not None and not self._parent_is_gone:
-            self._look_for_parent()
+        # Looking is enough. PR_SET_PDEATHSIG would be sooner, but fires when the *thread* that
+        # started this process ends, and exists on Linux only.
+        while self._parent is not None and os.getppid() == self._parent:
             await asyncio.sleep(_LOOK_EVERY_S)
+        if self._parent is not None:
+            self._parent_is_gone = True
+            self._drain("the process that started this worker is gone")
 
     async def until_it_must_end(self, drain_timeout_s: float) -> RollstreamError:
         """Waits for a drain, then for its time-out or a second signal; returns which it was."""
@@ -78,21 +78,12 @@ class Shutdown:
         return StoppedNowError(self._number)
 
     def _on_signal(self, number: int) -> None:
-        # The kernel's note that the parent died is the same event as seeing it gone.
-        if self._parent is not None and os.getppid() != self._parent and not self._parent_is_gone:
-            self._look_for_parent()
-            return
         if self._has_signal:
             self._number = number
             self._stop_now.set()
             return
         self._has_signal = True
         self._drain(f"signal {signal.Signals(number).name}")
-
-    def _look_for_parent(self) -> None:
-        if os.getppid() != self._parent:
-            self._parent_is_gone = True
-            self._drain("the process that started this worker is gone")
 
 
 class ExitGuard:
@@ -125,9 +116,3 @@ class ExitGuard:
 def _expected_parent() -> int | None:
     stated = os.environ.get(PARENT_VARIABLE, "")
     return int(stated) if stated.isdigit() else None
-
-
-def _ask_for_signal_when_parent_dies() -> None:
-    """Linux sends SIGTERM the moment the parent ends; elsewhere looking twice a second does it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
