@@ -55,7 +55,7 @@ def _load(sock: socket.socket) -> list[RewardFunction] | None:
     try:
         functions = [load_function(reward["function"], reward["kwargs"]) for reward in order["rewards"]]
     except RewardLoadError as error:
-        frames.send(sock, {"error": str(error)})
+        frames.send(sock, {"error": " ".join(str(error).split())})  # one line, whatever the user's code raised
         return None
     frames.send(sock, {"ready": True})
     return functions
@@ -63,7 +63,9 @@ def _load(sock: socket.socket) -> list[RewardFunction] | None:
 
 def _answer(function: RewardFunction, frame: frames.Frame, runner: asyncio.Runner) -> frames.Frame:
     try:
-        returned = function(**_arguments(frame))
+        arguments = _arguments(frame)
+        # What the settings say goes before a column of the same name.
+        returned = function(**{name: value for name, value in arguments.items() if name not in function.keywords})
         if inspect.isawaitable(returned):
             returned = runner.run(_awaited(returned))
         return {"values": _values(returned, len(frame["texts"]))}

@@ -17,11 +17,11 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from pipeline.errors import RewardLoadError
 
-RewardFunction = Callable[..., Any]
+RewardFunction: TypeAlias = functools.partial[Any]
 
 SHIPPED = {
     "exact_match": "pipeline.rewards.text:exact_match",
@@ -140,7 +140,7 @@ def _check_kind(found: object, function: str) -> None:
         raise RewardLoadError(f"{function!r} is a generator; return a list, as in: {_SIGNATURE}")
 
 
-def _check_signature(found: RewardFunction, function: str, kwargs: Mapping[str, object]) -> None:
+def _check_signature(found: Callable[..., Any], function: str, kwargs: Mapping[str, object]) -> None:
     try:
         parameters = inspect.signature(found).parameters
     except (TypeError, ValueError) as error:

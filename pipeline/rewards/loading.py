@@ -62,9 +62,11 @@ def name_rewards(settings: Sequence[RewardSettings]) -> list[Reward]:
     seen: set[str] = set()
     for reward in rewards:
         if reward.name in seen:
-            raise RewardLoadError(f"two rewards are called {reward.name!r}: give one of them another `name`.")
+            raise RewardLoadError(f"scoring.rewards: two are called {reward.name!r}: give one of them another `name`.")
         if not math.isfinite(reward.weight):
-            raise RewardLoadError(f"the weight of reward {reward.name!r} is {reward.weight}: use a finite number.")
+            raise RewardLoadError(
+                f"scoring.rewards: the weight of {reward.name!r} is {reward.weight}; use a finite number."
+            )
         seen.add(reward.name)
     return rewards
 

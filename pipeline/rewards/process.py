@@ -49,8 +49,10 @@ class RewardProcess:
             raise
         finally:
             theirs.close()
+        ours.setblocking(False)
         self._sock = ours
         self._order = order
+        self._is_in_call = False
 
     @property
     def pid(self) -> int:
@@ -62,12 +64,12 @@ class RewardProcess:
         try:
             reply = await self.call(self._order, timeout_s)
         except TimeoutError as error:
-            raise RewardLoadError(f"the reward functions took longer than {timeout_s:g} s to import.") from error
+            raise RewardLoadError(f"scoring.rewards: importing them took longer than {timeout_s:g} s.") from error
         except ProcessDiedError as error:
-            raise RewardLoadError(f"importing the reward functions ended their process: {error}.") from error
+            raise RewardLoadError(f"scoring.rewards: importing them ended their process: {error}.") from error
         if "error" in reply:
             self.kill()
-            raise RewardLoadError(str(reply["error"]))
+            raise RewardLoadError(f"scoring.rewards: {reply['error']}")
 
     async def call(self, frame: frames.Frame, timeout_s: float) -> frames.Frame:
         """The child's answer. Raises TimeoutError or ProcessDiedError.
@@ -76,20 +78,24 @@ class RewardProcess:
         would be taken for that of the next call.
         """
         loop = asyncio.get_running_loop()
-        self._sock.setblocking(False)
+        self._is_in_call = True
         try:
             async with asyncio.timeout(timeout_s):
                 await loop.sock_sendall(self._sock, frames.pack(frame))
                 header = await self._receive(frames.HEADER_BYTES)
                 return frames.unpack(await self._receive(frames.body_length(header)))
         except TimeoutError:
-            self.kill()
+            self._close()
             raise
         except OSError as error:
-            raise ProcessDiedError(self._how_it_ended()) from error
+            problem = self._how_it_ended()
+            self._close()
+            raise ProcessDiedError(problem) from error
         except BaseException:
-            self.kill()
+            self._close()
             raise
+        finally:
+            self._is_in_call = False
 
     async def _receive(self, num_bytes: int) -> bytes:
         loop = asyncio.get_running_loop()
@@ -102,27 +108,33 @@ class RewardProcess:
         return bytes(parts)
 
     def _how_it_ended(self) -> str:
-        """Kill what is left and say how the child ended by itself, which it did a moment ago."""
+        """How the child ended by itself, which it did a moment ago."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(timeout=_EXIT_S)
         code = self._child.returncode
-        self.kill()
         if code is None:
             return "it closed its connection"
         if code >= 0:
             return f"it exited with code {code}"
-        hint = "; out of memory?" if -code == signal.SIGKILL else ""
+        hint = ", which the system does when memory runs out" if -code == signal.SIGKILL else ""
         return f"it was killed by {signal.Signals(-code).name}{hint}"
 
     def kill(self) -> None:
-        """End the child and all that it has started, now. Safe to call twice."""
-        self._sock.close()
+        """End the child and all that it has started, now. A call in flight fails. Safe to call twice."""
         self._end_guard()
         self._child.wait()
+        # The event loop still waits for the socket of a call in flight; that call closes it.
+        if not self._is_in_call:
+            self._sock.close()
+
+    def _close(self) -> None:
+        self._is_in_call = False
+        self.kill()
 
     def _end_guard(self) -> None:
         if self._guard.returncode is None:
-            os.killpg(self._guard.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses where all are dead
+                os.killpg(self._guard.pid, signal.SIGKILL)
             self._guard.wait()
             os.close(self._life)
 

@@ -22,23 +22,22 @@ def json_schema(
     prompts: Sequence[Any],
     completions: Completions,
     *,
-    schema: str = "",
-    schema_column: str = "schema",
+    schema: str | Sequence[Any] = "",
     fenced: bool = True,
     **columns: Any,
 ) -> list[float | None]:
     """1.0 where the completion is JSON that the schema accepts, else 0.0.
 
-    schema: JSON text, or the path of a file; when empty, each row brings its own in the column
-    `schema` (see schema_column), as text or as an object, and None there means that the reward
-    does not apply. fenced: JSON inside a ``` block counts too.
+    schema: JSON text or the path of a file. Without it each row brings its own in the column
+    `schema`, as text or as an object; None there means that the reward does not apply.
+    fenced: JSON inside a ``` block counts too.
     """
     make_check = _validator()
-    if schema:
-        check = make_check(_read(schema))
-        checks: Sequence[Check | None] = [check] * len(completions)
+    checks: Sequence[Check | None]
+    if schema and isinstance(schema, str):
+        checks = [make_check(_read(schema))] * len(completions)
     else:
-        rows = column(columns, schema_column, len(completions))
+        rows = column({"schema": schema} if schema else columns, "schema", len(completions))
         checks = [None if row is None else make_check(_parsed(row)) for row in rows]
 
     def score(text: str, accepts: Check | None) -> float | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pipeline.rewards.columns import Completions, column, texts_of
 
@@ -103,27 +103,33 @@ def choice(
     prompts: Sequence[Any],
     completions: Completions,
     *,
-    choices: Sequence[str] = ("A", "B", "C", "D"),
+    choices: Sequence[str] | Sequence[list[str]] = ("A", "B", "C", "D"),
     answer_column: str = "answer",
     **columns: Any,
 ) -> list[float | None]:
     """1.0 where the last of `choices` named in the completion is the answer, else 0.0.
 
     A choice counts where it stands as a word of its own: "B", "(B)", "Answer: B.". None where the
-    row has no answer. Column `answer` (see answer_column): one of the choices.
+    row has no answer. Column `answer` (see answer_column): one of the choices. A column `choices`
+    gives each row its own, unless the settings name them.
     """
     if not choices or not all(choices):
         raise ValueError("choices is empty or holds an empty text")
-    longest_first = sorted(choices, key=len, reverse=True)
-    named = re.compile(rf"(?<!\w)(?:{'|'.join(re.escape(option) for option in longest_first)})(?!\w)")
 
-    def score(text: str, answer: object) -> float | None:
+    def score(text: str, options: Sequence[str], answer: object) -> float | None:
         if answer is None:
             return None
-        if str(answer) not in choices:
-            raise ValueError(f"the answer {answer!r} is not among choices = {list(choices)}")
-        mentioned = named.findall(text)
+        if str(answer) not in options:
+            raise ValueError(f"the answer {answer!r} is not among choices = {list(options)}")
+        mentioned = _standing_alone(options).findall(text)
         return float(bool(mentioned) and mentioned[-1] == str(answer))
 
     answers = column(columns, answer_column, len(completions))
-    return [score(text, answer) for text, answer in zip(texts_of(completions), answers, strict=True)]
+    rows = cast("Sequence[Sequence[str]]", choices if isinstance(choices[0], list) else [choices] * len(completions))
+    return [score(*row) for row in zip(texts_of(completions), rows, answers, strict=True)]
+
+
+def _standing_alone(options: Sequence[str]) -> re.Pattern[str]:
+    """Matches an option that is no part of a longer word; of two that fit, the longer."""
+    longest_first = sorted(options, key=len, reverse=True)
+    return re.compile(rf"(?<!\w)(?:{'|'.join(re.escape(option) for option in longest_first)})(?!\w)")
