@@ -55,5 +55,5 @@ def _look_up(setting: str, name: str, table: Mapping[str, Entry]) -> Entry:
     if name in table:
         return table[name]
     nearest = difflib.get_close_matches(name, table, n=1)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    raise ConfigError(f"algorithm.{setting} = {name!r} is not known; {hint}There are: {', '.join(sorted(table))}")
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
+    raise ConfigError(f"algorithm.{setting} = {name!r} is not known{hint} There are: {', '.join(sorted(table))}")

@@ -65,11 +65,14 @@ class Optimizer:
         return Update(grad_norm=0.0, learning_rate=learning_rate(self._trainer, self._num_steps - 1), is_applied=False)
 
     def state_dict(self) -> dict[str, object]:
-        """Weights, moments, step and random state; tensors, numbers, lists and dicts only."""
+        """Weights, moments, step and random state; tensors, numbers, lists and dicts only.
+
+        A copy in host memory: it may be written to disk while the next step runs.
+        """
         state: dict[str, object] = {
             "num_steps": self._num_steps,
-            "weights": {name: parameter.detach().clone() for name, parameter in self._parameters.items()},
-            "adamw": self._adamw.state_dict(),
+            "weights": _host_copy(dict(self._parameters)),
+            "adamw": _host_copy(self._adamw.state_dict()),
             "rng": torch.get_rng_state(),
         }
         if self._is_on_gpu:
@@ -111,3 +114,14 @@ def _decayed_apart(parameters: Mapping[str, nn.Parameter], weight_decay: float) 
     vectors = [value for value in parameters.values() if value.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def _host_copy(value: Any) -> Any:
+    """A nest of dicts and lists with every tensor copied to the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _host_copy(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_host_copy(item) for item in value]
+    return value

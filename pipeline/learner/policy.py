@@ -102,10 +102,10 @@ class PolicyLearner:
     def step(self, groups: Sequence[ScoredGroup], *, trainer_version: int) -> dict[str, float]:
         """One optimiser step on `groups`; returns metrics. See `pipeline.learner.Learner`."""
         loss, metrics = self.accumulate(groups, trainer_version=trainer_version)
-        num_trained = metrics["trained_tokens"] + metrics["nonfinite_tokens"]
-        update = self._optimizer.step(loss) if num_trained else self._optimizer.skip()
+        num_tokens = metrics["trained_tokens"]
+        update = self._optimizer.step(loss) if num_tokens else self._optimizer.skip()
         if not update.is_applied:
-            _log.warning("step_skipped", loss=float(loss), grad_norm=update.grad_norm, tokens=num_trained)
+            _log.warning("step_skipped", loss=float(loss), grad_norm=update.grad_norm, tokens=num_tokens)
         return metrics | {
             "grad_norm": update.grad_norm,
             "learning_rate": update.learning_rate,

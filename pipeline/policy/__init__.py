@@ -63,6 +63,11 @@ class Policy:
         """Where the model lives."""
         return next(self.model.parameters()).device
 
+    @property
+    def is_chunked(self) -> bool:
+        """Whether logits are made a chunk at a time, which bounds memory."""
+        return self._head.is_chunked
+
     def evaluate(self, batch: MicroBatch) -> PolicyOutput:
         """Logprobs and entropies of the trained tokens."""
         return self._run(self._head, batch)

@@ -96,10 +96,12 @@ def _reproduces(model: PreTrainedModel, layer: nn.Module, head: OutputHead) -> b
     A hook enlarges the output layer's logits for both sides: on the small logits of a fresh model a
     soft cap would look like the identity.
     """
-    token_ids = (
-        torch.arange(_PROBE_TOKENS, device=layer.weight.device)[None] % model.config.get_text_config().vocab_size
-    )
-    largest = float(layer(head.states(token_ids, None)).abs().max())
+    device = next(model.parameters()).device
+    token_ids = torch.arange(_PROBE_TOKENS, device=device)[None] % model.config.get_text_config().vocab_size
+    try:
+        largest = float(layer(head.states(token_ids, None)).abs().max())
+    except (AttributeError, TypeError):  # a decoder with a call or an answer of its own
+        return False
     factor = _PROBE_MAGNITUDE / max(largest, 1e-6)
     handle = layer.register_forward_hook(lambda _module, _arguments, output: output * factor)
     try:

@@ -1,0 +1,55 @@
+"""Which groups teach nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.filters import is_nonfinite, is_too_long, is_unscored, is_zero_variance, rewards_of
+from pipeline.messages import ScoredGroup
+from tests.learning.builders import Row, make_group
+
+NAN = float("nan")
+
+
+def scored(*rewards: float | None) -> ScoredGroup:
+    return make_group([Row(token_ids=[4], reward=reward) for reward in rewards])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "zero_variance", "unscored"),
+    [
+        ((0.0, 1.0), False, False),
+        ((0.1, 0.1, 0.1), True, False),
+        ((0.5, None), True, False),
+        ((0.5, None, 0.4), False, False),
+        ((None, None), False, True),
+        ((NAN, None), False, True),
+    ],
+)
+def test_equal_rewards_and_missing_rewards_are_told_apart(
+    rewards: tuple[float | None, ...], zero_variance: bool, unscored: bool
+) -> None:
+    group = scored(*rewards)
+
+    assert is_zero_variance(group) == zero_variance
+    assert is_unscored(group) == unscored
+
+
+def test_reward_that_is_not_finite_counts_as_none() -> None:
+    assert rewards_of(scored(1.0, float("inf"), NAN, None)) == (1.0, None, None, None)
+
+
+def test_group_is_nonfinite_only_when_no_written_token_has_a_finite_logprob() -> None:
+    bad = Row(token_ids=[4, 4], generator_logprobs=[NAN, float("-inf")])
+    outside = Row(token_ids=[4, 4], generator_logprobs=[NAN, -1.0], loss_mask=[1, 0])
+    good = Row(token_ids=[4, 4], generator_logprobs=[NAN, -1.0])
+
+    assert is_nonfinite(make_group([bad, outside]))
+    assert not is_nonfinite(make_group([bad, good]))
+
+
+def test_length_counts_the_prompt_and_the_longest_completion() -> None:
+    group = make_group([Row(token_ids=[4]), Row(token_ids=[4] * 5)], prompt=[1, 2, 3])
+
+    assert not is_too_long(group, 8)
+    assert is_too_long(group, 7)
