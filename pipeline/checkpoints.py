@@ -137,9 +137,11 @@ class Checkpoints:
             _write_parts(aside, learner, state)
             _write_marker(aside, step, sequence=latest.sequence + 1 if latest else 1, saved_at=self._clock())
             path = self._put_in_place(aside, self._dir / f"step_{step:06d}")
-        except (OSError, RuntimeError, ValueError) as error:
+        except Exception as error:
             shutil.rmtree(aside, ignore_errors=True)
-            raise _failure(error, step, self._dir, latest) from error
+            if isinstance(error, OSError | RuntimeError | ValueError) or _is_disk_full(error):
+                raise _failure(error, step, self._dir, latest) from error
+            raise
         self._rotate()
         return path
 

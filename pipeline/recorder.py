@@ -153,6 +153,11 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [by_step[step] for step in sorted(by_step)]
 
 
+def all_samples(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Every sample record, oldest first."""
+    return _records(_lines(run_dir / SAMPLES_FILE))
+
+
 def tail_samples(run_dir: Path, n: int) -> list[dict[str, Any]]:
     """The last `n` sample records, oldest first; fewer, or none, if there are not that many."""
     newest: list[dict[str, Any]] = []

@@ -188,6 +188,6 @@ def create_trackers(
 
 def _stored_id(path: Path) -> str:
     """One id per run directory, made on first use."""
-    if not path.exists():
+    if not path.exists() or not path.read_text(encoding="utf-8").strip():
         path.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
     return path.read_text(encoding="utf-8").strip()

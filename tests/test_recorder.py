@@ -1,0 +1,129 @@
+"""The run directory: records that survive crashes, resumes and full disks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from pipeline.recorder import Recorder, find_sample, plot_curve, read_metrics, tail_samples
+from tests.groups import make_prompt, make_scored
+
+
+def recorder(run_dir: Path) -> Recorder:
+    return Recorder(run_dir, "trainer", clock=lambda: 1000.0)
+
+
+def test_each_step_is_one_line_of_json(tmp_path: Path) -> None:
+    recorder(tmp_path / "run").metrics(3, {"reward_mean": 0.5, "loss": float("nan")})
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"step": 3, "time": 1000.0, "role": "trainer", "reward_mean": 0.5, "loss": None}
+
+
+def test_records_of_one_step_are_read_as_one(tmp_path: Path) -> None:
+    records = recorder(tmp_path)
+    records.metrics(1, {"reward_mean": 0.5})
+    records.metrics(1, {"eval_reward": 0.7})
+    records.metrics(2, {"reward_mean": 0.6})
+    steps = read_metrics(tmp_path)
+    assert [step["step"] for step in steps] == [1, 2]
+    assert (steps[0]["reward_mean"], steps[0]["eval_reward"]) == (0.5, 0.7)
+
+
+def test_steps_that_a_resumed_run_does_again_replace_the_lost_ones(tmp_path: Path) -> None:
+    records = recorder(tmp_path)
+    for step in (1, 2, 3, 4):
+        records.metrics(step, {"reward_mean": 0.1, "eval_reward": 0.1})
+    records.metrics(2, {"reward_mean": 0.9})
+    records.metrics(3, {"reward_mean": 0.9})
+    assert [(step["step"], step["reward_mean"]) for step in read_metrics(tmp_path)] == [(1, 0.1), (2, 0.9), (3, 0.9)]
+    assert "eval_reward" not in read_metrics(tmp_path)[1]
+
+
+def test_a_line_cut_off_by_a_crash_spoils_neither_itself_nor_the_next(tmp_path: Path) -> None:
+    recorder(tmp_path).metrics(1, {"reward_mean": 0.1})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "rew')
+    recorder(tmp_path).metrics(2, {"reward_mean": 0.2})
+    assert [step["reward_mean"] for step in read_metrics(tmp_path)] == [0.1, 0.2]
+
+
+def test_a_sample_shows_completions_rewards_and_versions(tmp_path: Path) -> None:
+    group = make_scored(make_prompt(7, columns={"answer": "x"}), [1.0, None], version=3)
+    recorder(tmp_path).samples(5, [group])
+    sample = find_sample(tmp_path, "00000007")
+    assert sample is not None
+    assert (sample["step"], sample["prompt"], sample["columns"]) == (5, "prompt 7", {"answer": "x"})
+    assert (sample["generator"], sample["scorer"]) == ("generator-test", "scorer-test")
+    first, second = sample["completions"]
+    assert first == {
+        "text": "abc",
+        "reward": 1.0,
+        "rewards": {"test": 1.0},
+        "outcomes": {"test": "ok"},
+        "num_tokens": 4,
+        "finish_reason": "stop",
+        "versions": [[3, 0]],
+    }
+    assert (second["reward"], second["outcomes"]) == (None, {"test": "none"})
+
+
+def test_the_tail_is_the_newest_samples_oldest_first(tmp_path: Path) -> None:
+    records = recorder(tmp_path)
+    # Long columns, so that the tail spans several of the blocks in which the file is read.
+    for ordinal in range(40):
+        records.samples(ordinal, [make_scored(make_prompt(ordinal, columns={"long": "é" * 5000}), [1.0, 0.0])])
+    assert [sample["step"] for sample in tail_samples(tmp_path, 30)] == list(range(10, 40))
+    assert len(tail_samples(tmp_path, 1000)) == 40
+    assert tail_samples(tmp_path, 0) == []
+    assert find_sample(tmp_path, "00000001") is not None
+
+
+def test_the_newest_sample_of_a_group_is_found(tmp_path: Path) -> None:
+    records = recorder(tmp_path)
+    records.samples(1, [make_scored(make_prompt(0), [0.0, 0.0])])
+    records.samples(9, [make_scored(make_prompt(0), [1.0, 1.0])])
+    sample = find_sample(tmp_path, "00000000")
+    assert sample is not None
+    assert sample["step"] == 9
+
+
+def test_a_run_without_records_is_empty_not_an_error(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path) == []
+    assert tail_samples(tmp_path, 5) == []
+    assert find_sample(tmp_path, "x") is None
+    assert plot_curve(tmp_path, tmp_path / "curve.png") is None
+
+
+def test_text_that_is_no_unicode_is_still_recorded(tmp_path: Path) -> None:
+    recorder(tmp_path).samples(1, [make_scored(make_prompt(0, columns={"odd": "\ud800"}), [0.0, 0.0])])
+    assert len(tail_samples(tmp_path, 1)) == 1
+
+
+def test_a_full_disk_is_logged_once_counted_and_survived(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    records = recorder(tmp_path)
+    with capture_logs() as logs:
+        for step in range(3):
+            records.metrics(step, {"reward_mean": 0.1})
+        records.samples(1, [make_scored(make_prompt(0), [0.0, 0.0])])
+    assert [entry["event"] for entry in logs] == ["record_not_written"]
+    assert "No space left" in logs[0]["error"]
+    assert records.num_lost == 3
+    assert len(tail_samples(tmp_path, 5)) == 1
+    (tmp_path / "metrics.jsonl").unlink()
+    records.metrics(4, {"reward_mean": 0.1})
+    assert [step["step"] for step in read_metrics(tmp_path)] == [4]
+
+
+def test_the_learning_curve_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    records = recorder(tmp_path)
+    for step in range(10):
+        records.metrics(step, {"reward_mean": step / 10, "staleness_mean": 1.0, "staleness_max": 2.0})
+    records.metrics(9, {"eval_reward": 0.9})
+    picture = plot_curve(tmp_path, tmp_path / "deep" / "curve.png")
+    assert picture is not None
+    assert picture.read_bytes().startswith(b"\x89PNG")
