@@ -59,6 +59,7 @@ class Transfer:
         if len(data) > _INLINE_BYTES:
             is_right = await asyncio.to_thread(self._place, index, data)
         else:
+            await asyncio.sleep(0)  # many small tiles that are all there must not hold up the event loop
             is_right = self._place(index, data)
         if is_right:
             self.num_verified += not self._is_verified[index]

@@ -81,7 +81,7 @@ async def test_a_subscriber_may_be_there_long_before_the_publisher() -> None:
 
 async def test_what_was_published_does_not_change_with_the_trainers_tensors() -> None:
     live = np.arange(5000, dtype=np.float32)
-    held = memoryview(live).cast("B")
+    held = live.data.cast("B")
     state = make_state(0)
     changing = replace(state, tensors={"a": replace(tensor(live, "float32"), data=held)})
     before = bytes(held)
@@ -197,6 +197,23 @@ async def test_a_cancelled_wait_leaves_a_subscriber_that_works() -> None:
             waiting.cancel()
             await asyncio.wait([waiting])
         assert same(await next_within(subscriber, None), make_state(0, num_bytes=2_000_000))
+
+
+async def test_the_event_loop_goes_on_while_many_small_tiles_come_in() -> None:
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with channel() as (publisher, subscriber):
+        publisher.publish(make_state(0, num_bytes=400_000))
+        counting = asyncio.create_task(count())
+        await next_within(subscriber, None)
+        counting.cancel()
+    assert turns > 400_000 // FAST.tile_bytes
 
 
 async def test_a_version_that_is_not_newer_is_refused_and_the_old_one_goes_on() -> None:

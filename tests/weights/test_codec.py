@@ -69,7 +69,7 @@ def test_tensors_start_where_any_framework_can_read_them() -> None:
     state = make_state(0)
     buffer = np.empty(1 << 16, dtype=np.uint8)
     manifest = Encoder(session=SESSION, tile_bytes=4096).encode(state).manifest
-    for item in decode(manifest, memoryview(buffer)).tensors.values():
+    for item in decode(manifest, buffer.data).tensors.values():
         start = np.frombuffer(item.data, dtype=np.uint8).ctypes.data
         assert (start - buffer.ctypes.data) % 64 == 0
 
