@@ -45,7 +45,7 @@ setup: ## Make .venv, or keep it where it is still right
 		rm -rf $(VENV) && $(PYTHON) -m venv $(VENV) && echo "$(MADE_WITH)" > $(VENV)/made-with; \
 	fi
 	@if [ "$$(cat $(VENV)/installed 2>/dev/null)" != "$(INSTALLED)" ]; then \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' \
+		$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]' \
 		&& echo "$(INSTALLED)" > $(VENV)/installed; \
 	fi
 

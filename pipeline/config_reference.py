@@ -82,14 +82,14 @@ def schema() -> dict[str, Json]:
 
 
 def to_toml(value: Json) -> str:
-    """A value as TOML. Every JSON string is also a TOML basic string."""
+    """A value as TOML. A JSON string is a TOML basic string too, once DEL is escaped."""
     if isinstance(value, list):
         return "[" + ", ".join(to_toml(item) for item in value) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(key)} = {to_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 100_000:
         return f"{value:_}"
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def plain_default(field: FieldInfo) -> Json:

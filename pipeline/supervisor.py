@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 USAGE = 2
 DRAIN_TIMED_OUT = 4
 _MAX_LINE_BYTES = 1 << 20
+_LAST_LINES_S = 2.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -148,31 +149,25 @@ class Supervisor:
         return False
 
     async def _run_once(self, spec: WorkerSpec) -> int:
-        process = await asyncio.create_subprocess_exec(
-            *spec.argv,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=spec.full_environ(),
-            start_new_session=True,
-        )
-        self._processes[spec.name] = process
-        if self._stopping.is_set():
-            number = signal.SIGKILL if self._killing.is_set() else signal.SIGTERM
-            _signal_group(process.pid, number, leader_only=True)
-        reader = asyncio.create_task(self._pass_on(spec.name, process))
-        try:
-            code = await process.wait()
-        finally:
-            del self._processes[spec.name]
-            _signal_group(process.pid, signal.SIGKILL)
-        await reader
-        return code
-
-    async def _pass_on(self, name: str, process: asyncio.subprocess.Process) -> None:
-        if process.stdout is not None:
-            async for line in _lines(process.stdout):
-                self._on_line(name, line)
+        async with _output_of(spec, self._on_line) as write_fd:
+            process = await asyncio.create_subprocess_exec(
+                *spec.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=write_fd,
+                stderr=asyncio.subprocess.STDOUT,
+                env=spec.full_environ(),
+                start_new_session=True,
+            )
+            self._processes[spec.name] = process
+            if self._stopping.is_set():
+                number = signal.SIGKILL if self._killing.is_set() else signal.SIGTERM
+                _signal_group(process.pid, number, leader_only=True)
+            try:
+                return await process.wait()
+            finally:
+                del self._processes[spec.name]
+                _signal_group(process.pid, signal.SIGKILL)
+                await process.wait()
 
     async def _escalate(self) -> None:
         """SIGTERM when asked to stop; SIGKILL when asked again or when the drain takes too long."""
@@ -195,6 +190,34 @@ class Supervisor:
         finally:
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
+
+
+@contextlib.asynccontextmanager
+async def _output_of(spec: WorkerSpec, on_line: Callable[[str, str], None]) -> AsyncIterator[int]:
+    """The file descriptor that a worker writes to; its lines are passed on.
+
+    Not asyncio's own pipe: with that the end of a process is seen only when all that it has started
+    has closed the pipe too.
+    """
+    read_fd, write_fd = os.pipe()
+    stream = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(read_fd, "rb", buffering=0)
+    )
+
+    async def pass_on() -> None:
+        async for line in _lines(stream):
+            on_line(spec.name, line)
+
+    reader = asyncio.create_task(pass_on())
+    try:
+        yield write_fd
+    finally:
+        os.close(write_fd)
+        # What has left the worker's process group may hold the pipe open for ever.
+        await asyncio.wait([reader], timeout=_LAST_LINES_S)
+        reader.cancel()
+        transport.close()
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:

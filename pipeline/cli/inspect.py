@@ -171,7 +171,11 @@ def tail(sources: Sources, count: int, is_json: bool) -> int:
     """Show the newest samples."""
     from pipeline.recorder import tail_samples
 
-    for sample in tail_samples(sources.load().run_dir, count):
+    config = sources.load()
+    samples = tail_samples(config.run_dir, count)
+    if not samples:
+        click.echo(f"no samples in {config.run_dir}", err=True)
+    for sample in samples:
         _show_sample(sample, is_json)
     return 0
 

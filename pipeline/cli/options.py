@@ -80,8 +80,6 @@ def with_redis(config: Config, body: Callable[[Redis, Keys], Awaitable[R]]) -> R
     """
     import asyncio
 
-    from redis.asyncio.retry import Retry
-    from redis.backoff import NoBackoff
     from redis.exceptions import ConnectionError as Unreachable
     from redis.exceptions import TimeoutError as TooLate
 
@@ -94,12 +92,9 @@ def with_redis(config: Config, body: Callable[[Redis, Keys], Awaitable[R]]) -> R
     resolved = with_server(config)
 
     async def connected() -> R:
-        redis = connect(resolved.redis)
-        redis.set_retry(Retry(NoBackoff(), 1))  # a person waits for the answer
-        try:
+        # A person waits for the answer: no retries.
+        async with connect(resolved.redis, retries=0) as redis:
             return await body(redis, Keys(config.run.name))
-        finally:
-            await redis.aclose()
 
     try:
         return asyncio.run(connected())

@@ -1,0 +1,264 @@
+"""Worker processes are kept alive, end together, and never stay behind. Real processes throughout."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+
+from pipeline.supervisor import RestartPolicy, Supervisor, WorkerExit, WorkerSpec
+
+QUICK = RestartPolicy(first_s=0.01, limit_s=0.05, healthy_after_s=60.0, max_failures=4)
+FOREVER = "import time\nprint('ready', flush=True)\ntime.sleep(600)"
+DRAINS = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print('drained', flush=True), sys.exit(0)))
+print('ready', flush=True)
+time.sleep(600)
+"""
+DEAF = """
+import signal, time
+signal.signal(signal.SIGTERM, lambda *_: print('not listening', flush=True))
+print('ready', flush=True)
+while True:
+    time.sleep(600)
+"""
+
+
+class Watch:
+    """Collects what a supervisor says, and lets a test wait for a line."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, str]] = []
+        self.exits: list[WorkerExit] = []
+        self.changed = asyncio.Event()
+
+    def on_line(self, name: str, line: str) -> None:
+        self.lines.append((name, line))
+        self.changed.set()
+
+    def on_exit(self, ended: WorkerExit) -> None:
+        self.exits.append(ended)
+        self.changed.set()
+
+    def codes(self, name: str) -> list[int]:
+        return [ended.code for ended in self.exits if ended.name == name]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(30):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def until_said(self, line: str, times: int = 1) -> None:
+        await self.until(lambda: [said for _, said in self.lines].count(line) >= times)
+
+
+def script(name: str, code: str, *args: object, ends_run: bool = False) -> WorkerSpec:
+    return WorkerSpec(name=name, argv=(sys.executable, "-c", code, *map(str, args)), ends_run=ends_run)
+
+
+def supervise(watch: Watch, specs: Sequence[WorkerSpec], *, drain_timeout_s: float = 20.0) -> Supervisor:
+    return Supervisor(
+        specs, drain_timeout_s=drain_timeout_s, on_line=watch.on_line, on_exit=watch.on_exit, restart=QUICK
+    )
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there; one that only waits to be buried is not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def ended(pids: Sequence[int]) -> None:
+    """Wait until none of these processes runs."""
+    async with asyncio.timeout(20):
+        while any(runs(pid) for pid in pids):  # noqa: ASYNC110 - other processes set no event
+            await asyncio.sleep(0.02)
+
+
+async def test_the_run_is_over_when_the_trainer_is_done_and_the_others_drain(tmp_path: Path) -> None:
+    watch = Watch()
+    go_on = tmp_path / "go-on"
+    trainer = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.01)"
+    specs = [
+        script("generator-1", DRAINS),
+        script("trainer", trainer, go_on, ends_run=True),
+        script("scorer-1", DRAINS),
+    ]
+    run = asyncio.create_task(supervise(watch, specs).run())
+    await watch.until_said("ready", times=2)
+    go_on.touch()
+    assert await run == 0
+    assert watch.codes("trainer") == [0]
+    assert {name for name, line in watch.lines if line == "drained"} == {"generator-1", "scorer-1"}
+    assert all(ended.restart_in_s is None for ended in watch.exits)
+
+
+async def test_lines_of_all_workers_are_merged_under_their_names() -> None:
+    watch = Watch()
+    code = "import sys; print('one'); print('two', file=sys.stderr); sys.stdout.write('no newline')"
+    await supervise(watch, [script("a", code), script("trainer", "print('three')", ends_run=True)]).run()
+    assert {("a", "one"), ("a", "two"), ("a", "no newline"), ("trainer", "three")} <= set(watch.lines)
+
+
+async def test_a_line_without_an_end_is_cut_and_arrives_whole() -> None:
+    watch = Watch()
+    code = "import sys; sys.stdout.write('x' * 3_000_000)"
+    await supervise(watch, [script("trainer", code, ends_run=True)]).run()
+    assert len(watch.lines) > 1
+    assert "".join(line for _, line in watch.lines) == "x" * 3_000_000
+
+
+async def test_a_worker_that_fails_is_started_again_after_growing_pauses(tmp_path: Path) -> None:
+    watch = Watch()
+    code = """
+import pathlib, sys
+tries = pathlib.Path(sys.argv[1])
+tries.write_text(tries.read_text() + 'x' if tries.exists() else 'x')
+sys.exit(0 if len(tries.read_text()) == 3 else 1)
+"""
+    assert await supervise(watch, [script("trainer", code, tmp_path / "tries", ends_run=True)]).run() == 0
+    assert watch.codes("trainer") == [1, 1, 0]
+    assert [ended.restart_in_s for ended in watch.exits] == [0.01, 0.02, None]
+
+
+async def test_a_worker_that_was_killed_is_started_again() -> None:
+    watch = Watch()
+    supervisor = supervise(watch, [script("scorer-1", DRAINS)])
+    run = asyncio.create_task(supervisor.run())
+    await watch.until_said("ready")
+    os.kill(supervisor.pids["scorer-1"], signal.SIGKILL)
+    await watch.until_said("ready", times=2)
+    supervisor.stop()
+    assert await run == 0
+    assert watch.codes("scorer-1") == [-signal.SIGKILL, 0]
+
+
+async def test_a_usage_error_stops_everything_with_code_2() -> None:
+    watch = Watch()
+    wrong = script(
+        "scorer-1", "import sys; sys.exit('error: no such reward') if 0 else (print('error: x'), sys.exit(2))"
+    )
+    assert await supervise(watch, [script("trainer", DRAINS, ends_run=True), wrong]).run() == 2
+    assert watch.codes("scorer-1") == [2], "it is not started again"
+    assert ("scorer-1", "error: x") in watch.lines
+
+
+async def test_a_worker_that_always_fails_ends_the_run_with_code_1() -> None:
+    watch = Watch()
+    assert (
+        await supervise(watch, [script("trainer", DRAINS, ends_run=True), script("a", "raise SystemExit(7)")]).run()
+        == 1
+    )
+    assert watch.codes("a") == [7] * QUICK.max_failures
+
+
+async def test_a_worker_that_leaves_by_itself_stays_away() -> None:
+    watch = Watch()
+    supervisor = supervise(watch, [script("generator-1", "pass"), script("trainer", DRAINS, ends_run=True)])
+    run = asyncio.create_task(supervisor.run())
+    await watch.until(lambda: watch.codes("generator-1") == [0])
+    await watch.until_said("ready")
+    assert set(supervisor.pids) == {"trainer"}
+    supervisor.stop()
+    assert await run == 0
+    assert watch.codes("generator-1") == [0]
+
+
+async def test_a_worker_that_does_not_drain_is_killed_and_the_code_says_so() -> None:
+    watch = Watch()
+    supervisor = supervise(watch, [script("a", DEAF), script("b", DRAINS)], drain_timeout_s=0.5)
+    run = asyncio.create_task(supervisor.run())
+    await watch.until_said("ready", times=2)
+    supervisor.stop()
+    assert await run == 4
+    assert (watch.codes("a"), watch.codes("b")) == ([-signal.SIGKILL], [0])
+
+
+async def test_a_second_request_ends_all_at_once() -> None:
+    watch = Watch()
+    supervisor = supervise(watch, [script("a", DEAF)], drain_timeout_s=600)
+    run = asyncio.create_task(supervisor.run())
+    await watch.until_said("ready")
+    supervisor.stop()
+    await watch.until_said("not listening")
+    supervisor.stop()
+    assert await run == 4
+
+
+async def test_what_a_worker_has_started_ends_with_it() -> None:
+    watch = Watch()
+    code = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, '-c', {FOREVER!r}])
+print(child.pid, flush=True)
+child.wait()
+"""
+    supervisor = supervise(watch, [script("a", code)])
+    run = asyncio.create_task(supervisor.run())
+    await watch.until_said("ready")
+    grandchild = next(int(line) for _, line in watch.lines if line.isdigit())
+    supervisor.stop()
+    await run
+    await ended([grandchild])
+
+
+async def test_a_cancelled_supervisor_leaves_nothing_behind() -> None:
+    watch = Watch()
+    supervisor = supervise(watch, [script("a", DEAF), script("b", DEAF)])
+    run = asyncio.create_task(supervisor.run())
+    await watch.until_said("ready", times=2)
+    pids = list(supervisor.pids.values())
+    run.cancel()
+    await asyncio.wait([run])
+    assert run.cancelled()
+    await ended(pids)
+
+
+async def test_workers_know_their_parent_and_not_what_was_taken_from_them() -> None:
+    watch = Watch()
+    spec = WorkerSpec(
+        name="trainer",
+        argv=(sys.executable, "-c", "import os; print(os.environ['ROLLSTREAM_PARENT_PID'], 'HOME' in os.environ)"),
+        unset=("HOME",),
+        ends_run=True,
+    )
+    await supervise(watch, [spec]).run()
+    assert watch.lines == [("trainer", f"{os.getpid()} False")]
+
+
+def test_a_signal_drains_the_workers_of_a_supervisor_process() -> None:
+    process = supervisor_process()
+    os.kill(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "drained" in output
+
+
+def supervisor_process() -> subprocess.Popen[str]:
+    """A process of its own that supervises one worker, once that is ready."""
+    code = """
+import asyncio, sys
+from tests.test_supervisor import DRAINS, script
+from pipeline.supervisor import Supervisor
+say = lambda name, line: print(line, flush=True)
+sys.exit(asyncio.run(Supervisor([script('a', DRAINS)], drain_timeout_s=20, on_line=say).run()))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent
+    )
+    assert process.stdout is not None
+    deadline = time.monotonic() + 30
+    while process.stdout.readline().strip() != "ready":
+        assert time.monotonic() < deadline
+    return process
