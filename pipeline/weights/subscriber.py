@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import TracebackType
 
-import structlog
 import zmq
 import zmq.asyncio
 
 from pipeline.config import WeightSettings
 from pipeline.errors import WeightError
+from pipeline.logs import get_logger
 from pipeline.weights.link import Answer, Link
 from pipeline.weights.manifest import decode_manifest
 from pipeline.weights.memory import BufferPool
@@ -36,7 +36,7 @@ Resolve = Callable[[], Awaitable[Endpoints | None]]
 _SILENT_POLLS = 3  # intervals without an answer after which the publisher may have moved
 _MAX_PATIENCE = 8  # so many times longer a slow line is waited for, if it has not moved
 
-log = structlog.get_logger(__name__)
+log = get_logger()
 
 
 class Phase(StrEnum):
