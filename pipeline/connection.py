@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import msgpack
 from redis.asyncio import Redis
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
 
@@ -28,6 +29,7 @@ EMBEDDED = "embedded"
 _RETRIES = 64
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.02, 1.0
 _CONNECT_TIMEOUT_S = 5.0
+_READ_BYTES = 1024 * 1024
 # Blocking reads end well before the socket gives up on them.
 MAX_BLOCK_S = 5.0
 _MIN_SOCKET_TIMEOUT_S = 2 * MAX_BLOCK_S
@@ -46,20 +48,41 @@ def connect(settings: RedisSettings, url: str | None = None, *, retries: int = _
             "A worker on its own needs the server's URL: set REDIS_URL or redis.url, for example redis://host:6379"
         )
     try:
-        return Redis.from_url(
+        client = Redis.from_url(
             target,
             protocol=2,
             decode_responses=False,
             retry=Retry(ExponentialWithJitterBackoff(cap=_LONGEST_BACKOFF_S, base=_FIRST_BACKOFF_S), retries),
             socket_timeout=max(settings.socket_timeout_s, _MIN_SOCKET_TIMEOUT_S),
             socket_connect_timeout=_CONNECT_TIMEOUT_S,
+            socket_read_size=_READ_BYTES,
         )
+        pool = client.connection_pool
+        pool.connection_class = type("CancellableConnection", (_Cancellable, pool.connection_class), {})
     except (ValueError, TypeError):
         scheme = target.partition("://")[0] if "://" in target else ""
         raise ConfigError(
             f"redis.url (scheme {scheme!r}, the rest is not shown) is not a Redis URL: "
             "use redis://, rediss:// or unix://, for example redis://user:password@host:6379/0"
         ) from None
+    return client
+
+
+class _Cancellable(AbstractConnection):
+    """A connection that never swallows a cancellation.
+
+    redis-py sends under asyncio.wait_for, which before Python 3.12 loses a cancellation that
+    arrives while the send completes; the task would then go on for ever.
+    """
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        """Send; raises CancelledError where the caller was cancelled meanwhile."""
+        task = asyncio.current_task()
+        before = task.cancelling() if task else 0
+        await super().send_packed_command(command, check_health)
+        if task and task.cancelling() > before:
+            await self.disconnect(nowait=True)
+            raise asyncio.CancelledError
 
 
 class Scripts:

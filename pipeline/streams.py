@@ -213,14 +213,14 @@ class Streams(Accounts):
                 outcomes += [_OUTCOMES[code] for code in codes]
         return outcomes
 
-    async def release(self, leases: Sequence[Lease]) -> int:
-        """Gives groups back: others can claim them at once, and the attempt does not count.
+    async def release(self, leases: Sequence[Lease], *, has_failed: bool = False) -> int:
+        """Gives groups back: others can claim them at once. Returns how many were still held.
 
-        Returns how many were still held.
+        has_failed: the attempt counts; without it, as in a drain, it does not.
         """
         released = 0
         for stream, batch in _by_stream(leases):
-            items = [(lease.entry_id, lease.attempt) for lease in batch]
+            items = [(lease.entry_id, lease.attempt + has_failed) for lease in batch]
             released += await self._scripts.call("release", _INDEX[stream], items)
         return released
 
