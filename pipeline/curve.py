@@ -19,13 +19,13 @@ def draw(records: Sequence[Mapping[str, Any]], png: Path, *, title: str) -> Path
 
     records: with `step` and any of reward_mean, eval_reward, staleness_mean, staleness_max.
     """
+    reward, evaluation = _series(records, "reward_mean"), _series(records, _EVALUATION)
+    if not reward[0] and not evaluation[0]:
+        return None
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        return None
-    reward, evaluation = _series(records, "reward_mean"), _series(records, _EVALUATION)
-    if not reward[0] and not evaluation[0]:
         return None
     figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, cast
 
 import structlog
 
@@ -38,7 +38,7 @@ class Recorder:
         self._is_failure_logged = False
         self.num_lost = 0
 
-    def metrics(self, step: int, values: Mapping[str, SupportsFloat | str]) -> None:
+    def metrics(self, step: int, values: Mapping[str, SupportsFloat | str | None]) -> None:
         """One record of a step. Several records of one step are read as one."""
         self._append(METRICS_FILE, [self._head(step) | {name: _plain(value) for name, value in values.items()}])
 
@@ -93,10 +93,14 @@ def _ends_with_newline(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def _plain(value: SupportsFloat | str) -> Json:
+def _plain(value: SupportsFloat | Json) -> Json:
     """A JSON value; what JSON cannot say (NaN, infinity) becomes null."""
-    if isinstance(value, bool | int | str):
+    if value is None or isinstance(value, bool | int | str):
         return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
     number = float(value)
     return number if math.isfinite(number) else None
 
@@ -112,8 +116,8 @@ def _sample(group: ScoredGroup) -> dict[str, Json]:
         "is_evaluation": prompt.is_evaluation,
         "dataset_index": prompt.dataset_index,
         "epoch": prompt.epoch,
-        "prompt": prompt.prompt if isinstance(prompt.prompt, str) else [dict(message) for message in prompt.prompt],
-        "columns": dict(prompt.columns),
+        "prompt": _plain(cast(Json, prompt.prompt)),
+        "columns": _plain(dict(prompt.columns)),
         "completions": completions,
         "generator": group.rollout.generator,
         "scorer": group.scorer,

@@ -61,9 +61,8 @@ class BackgroundTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Leave the numbers for the thread. Never waits; what finds no room is lost and counted."""
-        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         try:
-            self._waiting.put_nowait((step, finite))
+            self._waiting.put_nowait((step, _finite(metrics)))
         except queue.Full:
             self._lose(f"it is {self._waiting.maxsize} records behind")
 
@@ -184,6 +183,11 @@ def create_trackers(
                 "pip install rollstream[tracking], or take it out of the list"
             )
     return [BackgroundTracker(name, openers[name]) for name in dict.fromkeys(settings.trackers)]
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What a chart can show."""
+    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _stored_id(path: Path) -> str:

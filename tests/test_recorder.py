@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from pipeline.messages import Json
 from pipeline.recorder import Recorder, find_sample, plot_curve, read_metrics, tail_samples
 from tests.groups import make_prompt, make_scored
 
@@ -100,6 +101,12 @@ def test_a_run_without_records_is_empty_not_an_error(tmp_path: Path) -> None:
 def test_text_that_is_no_unicode_is_still_recorded(tmp_path: Path) -> None:
     recorder(tmp_path).samples(1, [make_scored(make_prompt(0, columns={"odd": "\ud800"}), [0.0, 0.0])])
     assert len(tail_samples(tmp_path, 1)) == 1
+
+
+def test_columns_that_json_cannot_say_become_null(tmp_path: Path) -> None:
+    columns: dict[str, Json] = {"a": float("nan"), "b": [{"c": float("inf")}]}
+    recorder(tmp_path).samples(1, [make_scored(make_prompt(0, columns=columns), [0.0, 0.0])])
+    assert tail_samples(tmp_path, 1)[0]["columns"] == {"a": None, "b": [{"c": None}]}
 
 
 def test_a_full_disk_is_logged_once_counted_and_survived(tmp_path: Path) -> None:

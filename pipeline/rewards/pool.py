@@ -49,7 +49,7 @@ class RewardPool:
     def __init__(self, settings: ScoringSettings) -> None:
         self._settings = settings
         self._rewards = name_rewards(settings.rewards)
-        self._idle: asyncio.Queue[RewardProcess | RewardLoadError] = asyncio.Queue()
+        self._idle: asyncio.Queue[RewardProcess | RollstreamError] = asyncio.Queue()
         self._processes: set[RewardProcess] = set()
         self._replacing: set[asyncio.Task[None]] = set()
         self._logged: set[tuple[str, Outcome]] = set()
@@ -98,6 +98,7 @@ class RewardPool:
         await asyncio.gather(*self._replacing, return_exceptions=True)
         for process in list(self._processes):
             self._remove(process)
+        self._idle.put_nowait(_closed())  # for calls that wait for a process
 
     async def _run(self, index: int, frame: frames.Frame) -> list[RewardResult]:
         """One function on one group."""
@@ -113,7 +114,7 @@ class RewardPool:
             return self._failed(reward, Outcome.TIMEOUT, num_completions, problem)
         except ProcessDiedError as error:
             if self._is_closed:
-                raise RollstreamError("the reward pool was closed while it scored a group") from error
+                raise _closed() from error
             return self._failed(reward, Outcome.ERROR, num_completions, f"ended its process: {error}")
         finally:
             self._give_back(process, is_usable=has_answered)
@@ -163,11 +164,11 @@ class RewardPool:
         _log.warning("reward_failed", function=reward.name, outcome=outcome.value, problem=problem, **fields)
 
     async def _take(self) -> RewardProcess:
-        process = await self._idle.get()
-        if isinstance(process, RewardLoadError):
-            self._idle.put_nowait(process)  # every later call must learn of it too
-            raise process
-        return process
+        while isinstance(process := await self._idle.get(), RewardProcess):
+            if process in self._processes:
+                return process
+        self._idle.put_nowait(process)  # every later call must learn of it too
+        raise process
 
     def _give_back(self, process: RewardProcess, *, is_usable: bool) -> None:
         if is_usable:
@@ -207,6 +208,10 @@ class RewardPool:
     def _remove(self, process: RewardProcess) -> None:
         process.kill()
         self._processes.discard(process)
+
+
+def _closed() -> RollstreamError:
+    return RollstreamError("the reward pool is closed")
 
 
 def _call_frame(rollout: RolloutGroup) -> frames.Frame:

@@ -57,6 +57,7 @@ def _validator() -> Callable[[object], Check]:
     """From a schema to a check of values."""
     try:
         import jsonschema
+        from referencing.jsonschema import EMPTY_REGISTRY
     except ImportError as error:
         raise RewardLoadError("the reward 'json_schema' needs jsonschema: pip install rollstream[json]") from error
 
@@ -68,7 +69,8 @@ def _validator() -> Callable[[object], Check]:
             kind.check_schema(schema)
         except jsonschema.SchemaError as error:
             raise ValueError(f"not a JSON schema: {error.message}") from error
-        return kind(schema).is_valid
+        # With a registry of its own it fetches nothing: a schema may come from a data set.
+        return kind(schema, registry=EMPTY_REGISTRY).is_valid
 
     return make
 

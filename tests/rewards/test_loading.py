@@ -124,10 +124,15 @@ async def test_a_pool_refuses_at_start_and_leaves_no_process() -> None:
             pytest.fail("it started")
 
 
-@pytest.mark.parametrize("module", ["pipeline.rewards", "pipeline.rewards.pool", "pipeline.rewards.child"])
+@pytest.mark.parametrize("module", ["workers.scorer", "pipeline.rewards.pool", "pipeline.rewards.child"])
 def test_scoring_imports_neither_torch_nor_vllm(module: str) -> None:
     heavy = "{'torch', 'vllm', 'transformers', 'sympy'}"
     code = f"import sys, {module}; sys.exit(str({heavy} & sys.modules.keys()) if {heavy} & sys.modules.keys() else 0)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_scorer_is_small() -> None:
+    code = "import sys, psutil, workers.scorer; sys.exit(psutil.Process().memory_info().rss > 110e6)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
