@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache
 
+from pipeline.engines.attention import use_row_attention
 from pipeline.engines.kv_cache import Prefix, RowCache
 from pipeline.engines.rows import Bools, GroupTask, Rows
 from pipeline.engines.sampling import Draw, RowSampling, draw
@@ -51,6 +52,7 @@ class Decoder:
         self.num_tokens_generated = 0
         self._model = model.get_base_model() if hasattr(model, "peft_config") else model
         self._tokenizer: Any = tokenizer
+        use_row_attention(self._model)
         self._device = next(model.parameters()).device
         config = self._model.config.get_text_config(decoder=True)
         self._is_additive = config._attn_implementation == "eager"

@@ -59,6 +59,11 @@ class TransformersEngine:
         return self._decoder.weight_version if self._decoder else None
 
     @property
+    def model(self) -> torch.nn.Module | None:
+        """The model that is being served, to be looked at only; None before `start`."""
+        return self._model
+
+    @property
     def max_num_seqs(self) -> int:
         """Sequences that are decoded at once."""
         return self._generation.max_num_seqs

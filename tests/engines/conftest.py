@@ -18,6 +18,12 @@ from tests.tiny import make_tiny_model
 MakeEngine = Callable[..., Awaitable[TransformersEngine]]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Models this small only lose by sharing their work out."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> ModelSettings:
     """A tiny Llama on disk."""
