@@ -10,10 +10,10 @@ from redis.asyncio import Redis
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
-    ConnectionError,
     InvalidResponse,
     NoPermissionError,
-    TimeoutError,
+    RedisError,
+    ResponseError,
 )
 
 from pipeline.config import Config
@@ -31,8 +31,7 @@ from pipeline.streams import Streams
 from pipeline.worker_state import WorkerState
 
 _RETRY_S = 0.5
-_REFUSED = (AuthenticationError, AuthorizationError, NoPermissionError, InvalidResponse)
-_AWAY = (ConnectionError, TimeoutError, OSError)
+_REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError, InvalidResponse)
 
 
 class Arrival:
@@ -58,9 +57,10 @@ class Arrival:
                     if await self._state.unless_draining(self._register(probe, context)):
                         self._state.wait_for(None)
                         return context
-                except _REFUSED as error:
-                    raise ConfigError(f"redis.url: the server does not let this worker in: {error}") from None
-                except _AWAY as error:
+                except (RedisError, OSError) as error:
+                    if _is_refusal(error):
+                        raise ConfigError(f"redis.url: the server does not let this worker in: {error}") from None
+                    # Whatever else it says may pass: starting, loading, full, read-only, not there.
                     self._state.wait_for(f"Redis ({error})")
                 await self._state.wait_for_any(timeout_s=_RETRY_S)
         return None
@@ -71,7 +71,10 @@ class Arrival:
         return await context.fleet.join(fingerprint(self._config), resolved=show(self._config))
 
     async def _register(self, probe: Redis, context: WorkerContext) -> bool:
-        await probe.ping()
+        try:
+            await probe.ping()
+        except ResponseError as error:
+            raise ConfigError(f"redis.url: the server does not let this worker in: {error}") from None
         if self._joins:
             context.run_id = await self.rejoin(context)
         context.state.control = await context.fleet.register(Heartbeat(context, self).info())
@@ -96,3 +99,8 @@ class Arrival:
             state=self._state,
             address=self._address,
         )
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether waiting is in vain; redis-py wraps some refusals into a ConnectionError."""
+    return isinstance(error, _REFUSALS) or isinstance(error.__cause__, _REFUSALS)

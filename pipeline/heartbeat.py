@@ -20,7 +20,7 @@ from pipeline.fleet import Control, WorkerInfo
 from pipeline.messages import Json
 from pipeline.rates import Rates
 
-_LONGEST_BEAT_S = 10.0
+_SHORTEST_PATIENCE_S = 2.0
 _SOONEST_S = 0.2
 
 
@@ -38,7 +38,7 @@ class Heartbeat:
         self._context = context
         self._rejoins = rejoins
         self._rates = Rates(context.metrics)
-        self._is_away = False
+        self._patience_s = max(2 * context.config.worker.heartbeat_s, _SHORTEST_PATIENCE_S)
 
     async def run(self) -> None:
         """Beat for ever."""
@@ -56,15 +56,15 @@ class Heartbeat:
     async def _beat(self) -> None:
         context = self._context
         try:
-            async with asyncio.timeout(_LONGEST_BEAT_S):
+            async with asyncio.timeout(self._patience_s):
                 control = await context.fleet.beat(self.info())
                 await self._renew_lock()
                 await self._look_for_run(control)
         except (RedisError, OSError) as error:
             self._note_outage(error)
             return
-        if self._is_away:
-            self._is_away = False
+        if context.state.outage is not None:
+            context.state.miss_redis(None)
             context.log.info("redis_back")
         self._obey(control)
 
@@ -103,10 +103,11 @@ class Heartbeat:
         context.log.error("run_lost", run_id=lost, new_run_id=context.run_id, why="Redis came back without its data")
 
     def _note_outage(self, error: Exception) -> None:
-        if not self._is_away:
-            self._is_away = True
+        why = str(error) or "no answer"
+        if self._context.state.outage is None:
             self._context.metrics.redis_outages_total.inc()
-            self._context.log.warning("redis_away", error=str(error) or type(error).__name__)
+            self._context.log.warning("redis_away", error=why)
+        self._context.state.miss_redis(why)
 
     def _obey(self, control: Control) -> None:
         context, state = self._context, self._context.state

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from structlog.stdlib import BoundLogger
     from structlog.typing import EventDict, Processor, WrappedLogger
 
-_USER_INFO = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*://)[^\s/@]*@", re.IGNORECASE)
+_USER_INFO = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*://)[^\s/]*@", re.IGNORECASE)
 _DIM, _RESET = "\x1b[2m", "\x1b[0m"
 _COLOURS = {"debug": "\x1b[2m", "info": "\x1b[32m", "warning": "\x1b[33m", "error": "\x1b[31m"}
 

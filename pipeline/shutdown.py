@@ -60,7 +60,7 @@ class Shutdown:
         """Drains when the process that started this one is gone; returns at once without one."""
         # Looking is enough. PR_SET_PDEATHSIG would be sooner, but fires when the *thread* that
         # started this process ends, and exists on Linux only.
-        while self._parent is not None and os.getppid() == self._parent:
+        while self._parent is not None and os.getppid() == self._parent:  # noqa: ASYNC110 - no event tells of it
             await asyncio.sleep(_LOOK_EVERY_S)
         if self._parent is not None:
             self._parent_is_gone = True

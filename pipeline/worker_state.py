@@ -49,7 +49,8 @@ class WorkerState:
         self.heard = asyncio.Event()
         self.fields: dict[str, Json] = {}
         self.is_ready = False
-        self.waiting_for: str | None = None
+        self.outage: str | None = None
+        self._wait: str | None = None
         self._waiting_since = 0.0
         self._turned_at = time.monotonic()
 
@@ -69,12 +70,25 @@ class WorkerState:
         """Since the wait began; 0 when there is none."""
         return 0.0 if self.waiting_for is None else time.monotonic() - self._waiting_since
 
+    @property
+    def waiting_for(self) -> str | None:
+        """What the worker waits for; an outage of Redis goes before all else."""
+        return self.outage or self._wait
+
     def wait_for(self, what: str | None) -> None:
         """Note what is waited for; None ends the wait. Another text continues the same wait."""
-        if (what is None) != (self.waiting_for is None):
+        self._note_wait(self.outage, what)
+
+    def miss_redis(self, why: str | None) -> None:
+        """Note that Redis is away, and why; None when it is back."""
+        self._note_wait(None if why is None else f"Redis ({why})", self._wait)
+
+    def _note_wait(self, outage: str | None, what: str | None) -> None:
+        was_waiting = self.waiting_for is not None
+        self.outage, self._wait = outage, what
+        if (self.waiting_for is not None) != was_waiting:
             self._waiting_since = time.monotonic()
             self.changed.set()
-        self.waiting_for = what
 
     def set_ready(self, is_ready: bool) -> None:
         """Note whether the worker can do its work."""

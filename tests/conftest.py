@@ -5,12 +5,14 @@ One Valkey server serves the whole session, on a unix socket; each test has a ru
 
 from __future__ import annotations
 
+import logging
 import shutil
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from redis.asyncio import Redis
 
 from pipeline.config import RedisSettings
@@ -63,3 +65,13 @@ async def redis(valkey_url: str, keys: Keys) -> AsyncIterator[Redis]:
     async for key in client.scan_iter(match=keys.pattern.encode()):
         await client.delete(key)
     await client.aclose()
+
+
+@pytest.fixture
+def logging_as_before() -> Iterator[None]:
+    """Undoes what a test does to the process's logging."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers, root.level = handlers, level
+    structlog.reset_defaults()

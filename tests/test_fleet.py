@@ -1,0 +1,185 @@
+"""The registry of workers, requests to them, and what a run's workers agree on."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+from redis.asyncio import Redis
+
+from pipeline.errors import RunConflictError
+from pipeline.fleet import Fleet, WorkerInfo, new_worker_id
+from pipeline.keys import Keys
+from pipeline.messages import Endpoints
+
+
+@pytest.fixture
+def fleet(redis: Redis, keys: Keys) -> Fleet:
+    return Fleet(redis, keys)
+
+
+def worker(worker_id: str = "scorer-a", *, role: str = "scorer", heartbeat_s: float = 2.0) -> WorkerInfo:
+    return WorkerInfo(worker_id=worker_id, role=role, host="h", pid=7, address="h:1", heartbeat_s=heartbeat_s)
+
+
+async def make_silent(redis: Redis, keys: Keys, worker_id: str, seconds: float) -> None:
+    """As if the worker's last beat had come `seconds` earlier."""
+    beat, rest = (await redis.hget(keys.workers, worker_id)).split(b" ", 1)
+    await redis.hset(keys.workers, worker_id, str(int(beat) - int(seconds * 1e6)).encode() + b" " + rest)
+
+
+def test_worker_ids_are_readable_and_differ() -> None:
+    ids = {new_worker_id("generator") for _ in range(50)}
+    assert len(ids) == 50
+    assert all(worker_id.startswith("generator-") for worker_id in ids)
+
+
+async def test_registered_worker_is_listed_with_what_it_says(fleet: Fleet) -> None:
+    await fleet.register(worker())
+    await fleet.beat(dataclasses.replace(worker(), status={"state": "running", "weight_version": 3}))
+    (seen,) = await fleet.workers()
+    assert (seen.worker_id, seen.role, seen.pid, seen.address) == ("scorer-a", "scorer", 7, "h:1")
+    assert seen.status == {"state": "running", "weight_version": 3}
+    assert seen.is_alive
+    assert 0 <= seen.age_s < 5
+
+
+async def test_start_of_a_worker_is_kept_over_its_beats(fleet: Fleet) -> None:
+    await fleet.register(worker())
+    (first,) = await fleet.workers()
+    await fleet.beat(worker())
+    (second,) = await fleet.workers()
+    assert second.started_at == first.started_at > 0
+
+
+async def test_silent_worker_is_lost_and_later_forgotten(fleet: Fleet, redis: Redis, keys: Keys) -> None:
+    await fleet.register(worker())
+    await make_silent(redis, keys, "scorer-a", 10)
+    (lost,) = await fleet.workers()
+    assert not lost.is_alive
+    await make_silent(redis, keys, "scorer-a", 1000)
+    assert await fleet.workers() == []
+    assert not await redis.hexists(keys.workers, "scorer-a")
+
+
+async def test_worker_that_comes_back_in_time_is_not_forgotten(fleet: Fleet, redis: Redis, keys: Keys) -> None:
+    await fleet.register(worker())
+    await make_silent(redis, keys, "scorer-a", 10)
+    await fleet.beat(worker())
+    assert [seen.is_alive for seen in await fleet.workers()] == [True]
+
+
+async def test_deregistered_worker_vanishes_with_requests_to_it(fleet: Fleet, redis: Redis, keys: Keys) -> None:
+    await fleet.register(worker())
+    await fleet.drain("scorer-a")
+    await fleet.deregister("scorer-a")
+    assert await fleet.workers() == []
+    assert await redis.hgetall(keys.control) == {}
+
+
+async def test_pause_reaches_everyone_until_resume(fleet: Fleet) -> None:
+    await fleet.pause()
+    assert (await fleet.register(worker())).paused
+    assert (await fleet.facts()).is_paused
+    await fleet.resume()
+    assert not (await fleet.beat(worker())).paused
+
+
+async def test_drain_by_role_reaches_all_that_are_there_and_nobody_later(fleet: Fleet) -> None:
+    for name in ("a", "b"):
+        await fleet.register(worker(name))
+    await fleet.register(worker("t", role="trainer"))
+    assert await fleet.drain("scorer") == ["a", "b"]
+    assert [(await fleet.beat(worker(name))).drain for name in ("a", "b")] == [True, True]
+    assert not (await fleet.beat(worker("t", role="trainer"))).drain
+    assert not (await fleet.register(worker("late"))).drain
+
+
+async def test_drain_of_nobody_says_so(fleet: Fleet) -> None:
+    assert await fleet.drain("generator") == []
+
+
+async def test_stop_ends_present_workers_and_no_later_ones(fleet: Fleet) -> None:
+    await fleet.register(worker("old"))
+    await fleet.stop("all steps are done")
+    assert (await fleet.beat(worker("old"))).stop_reason == "all steps are done"
+    assert (await fleet.register(worker("new"))).stop_reason is None
+    assert (await fleet.facts()).stop_reason == "all steps are done"
+
+
+async def test_trainer_that_takes_over_clears_an_old_stop(fleet: Fleet) -> None:
+    await fleet.register(worker("old"))
+    await fleet.stop("all steps are done")
+    assert await fleet.acquire_trainer("trainer-b", 10)
+    assert (await fleet.beat(worker("old"))).stop_reason is None
+    assert (await fleet.facts()).stop_reason is None
+
+
+async def test_renewing_the_lock_keeps_a_stop_that_this_trainer_asked_for(fleet: Fleet) -> None:
+    await fleet.acquire_trainer("trainer-a", 10)
+    await fleet.register(worker("old"))
+    await fleet.stop("done")
+    assert await fleet.renew_trainer("trainer-a", 10)
+    assert await fleet.acquire_trainer("trainer-a", 10)
+    assert (await fleet.beat(worker("old"))).stop_reason == "done"
+
+
+async def test_only_one_trainer_holds_the_lock(fleet: Fleet) -> None:
+    assert await fleet.acquire_trainer("a", 10)
+    assert not await fleet.acquire_trainer("b", 10)
+    assert not await fleet.renew_trainer("b", 10)
+    assert not await fleet.release_trainer("b")
+    assert (await fleet.facts()).trainer == "a"
+    assert await fleet.release_trainer("a")
+    assert not await fleet.renew_trainer("a", 10)
+    assert await fleet.acquire_trainer("b", 10)
+
+
+async def test_lock_of_a_dead_trainer_expires(fleet: Fleet) -> None:
+    await fleet.acquire_trainer("a", 0.05)
+    async with asyncio.timeout(5):
+        while True:
+            if await fleet.acquire_trainer("b", 10):
+                break
+            await asyncio.sleep(0.01)
+
+
+async def test_version_never_falls(fleet: Fleet) -> None:
+    assert await fleet.version() is None
+    assert await fleet.set_version(0) == 0
+    assert await fleet.set_version(7) == 7
+    assert await fleet.set_version(3) == 7
+    assert await fleet.version() == 7
+    assert (await fleet.register(worker())).weight_version == 7
+
+
+async def test_endpoints_travel_through_the_registry(fleet: Fleet) -> None:
+    assert await fleet.endpoints() is None
+    endpoints = Endpoints(announce="tcp://h:1", tiles="tcp://h:2", session="s", public_key="k")
+    await fleet.set_endpoints(endpoints)
+    assert await fleet.endpoints() == endpoints
+
+
+async def test_first_worker_fixes_the_settings_and_a_different_one_may_not_join(fleet: Fleet) -> None:
+    run_id = await fleet.join({"model.path": '"a"', "lora.rank": "8"}, resolved="[model]")
+    assert await fleet.join({"model.path": '"a"', "lora.rank": "8"}) == run_id
+    with pytest.raises(RunConflictError, match=r'model\.path = "b" here, "a" in the run'):
+        await fleet.join({"model.path": '"b"', "lora.rank": "8"})
+
+
+async def test_refused_worker_leaves_no_trace_in_the_agreement(fleet: Fleet) -> None:
+    await fleet.join({"lora.rank": "8"})
+    with pytest.raises(RunConflictError):
+        await fleet.join({"lora.rank": "9", "lora.alpha": "32.0"})
+    await fleet.join({"lora.rank": "8", "lora.alpha": "16.0"})
+
+
+async def test_two_runs_on_one_server_do_not_see_each_other(fleet: Fleet, redis: Redis, keys: Keys) -> None:
+    other = Fleet(redis, Keys(f"{keys.run}-other"))
+    await fleet.register(worker())
+    await fleet.pause()
+    await fleet.join({"lora.rank": "8"})
+    assert await other.workers() == []
+    assert (await other.facts()).run_id is None
+    assert not (await other.facts()).is_paused

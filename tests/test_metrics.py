@@ -1,0 +1,105 @@
+"""The table of metrics and the instruments made from it."""
+
+from __future__ import annotations
+
+import numpy as np
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pipeline.instruments import Kind, Spec
+from pipeline.metrics import Metrics
+from pipeline.rates import Rates
+from pipeline.run_metrics import REDIS_UP, RUN_METRICS
+
+ALL: list[Spec] = [*Metrics.specs(), REDIS_UP, *RUN_METRICS]
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(f"rollstream_{name}", {"run": "r", "role": "trainer", "worker": "w", **labels})
+
+
+def test_every_metric_has_a_unit_a_meaning_and_a_way_to_read_it() -> None:
+    assert len({spec.name for spec in ALL}) == len(ALL)
+    for spec in ALL:
+        assert spec.name.startswith("rollstream_")
+        assert ":" not in spec.name
+        assert spec.unit, spec.name
+        assert spec.help.endswith("."), spec.name
+        assert spec.reading, spec.name
+        assert (spec.kind is Kind.COUNTER) == spec.name.endswith("_total"), spec.name
+
+
+def test_no_label_can_hold_an_id() -> None:
+    known = {"cause", "function", "outcome", "reason", "role", "stage", "state", "stream"}
+    assert {label for spec in ALL for label in spec.labels} <= known
+
+
+def test_series_carry_run_role_and_worker() -> None:
+    metrics = Metrics("r", "trainer", "w")
+    metrics.groups_in_total.inc(2)
+    metrics.dropped_total.labels(reason="stale").inc()
+    assert value(metrics.registry, "groups_in_total") == 2
+    assert value(metrics.registry, "dropped_total", reason="stale") == 1
+
+
+def test_a_role_starts_with_its_own_series_at_zero_and_without_those_of_others() -> None:
+    names = {
+        role: {family.name for family in Metrics("r", role, "w").registry.collect()}
+        for role in ("generator", "scorer", "trainer")
+    }
+    assert "rollstream_weight_pause_seconds" in names["generator"]
+    assert "rollstream_step" in names["trainer"]
+    assert "rollstream_step" not in names["scorer"] | names["generator"]
+
+
+def test_a_metric_of_another_role_appears_when_it_is_used() -> None:
+    metrics = Metrics("r", "scorer", "w")
+    metrics.step.set(3)
+    assert metrics.registry.get_sample_value("rollstream_step", {"run": "r", "role": "scorer", "worker": "w"}) == 3
+
+
+def test_two_workers_in_one_process_keep_their_metrics_apart() -> None:
+    first, second = Metrics("r", "trainer", "w"), Metrics("r", "trainer", "w")
+    first.groups_in_total.inc()
+    assert value(second.registry, "groups_in_total") == 0
+
+
+def test_staleness_is_counted_by_the_token() -> None:
+    metrics = Metrics("r", "trainer", "w")
+    metrics.observe_staleness(np.array([0, 0, 1, 1, 1, 5]))
+    assert value(metrics.registry, "staleness_versions_count") == 6
+    assert value(metrics.registry, "staleness_versions_sum") == 8
+    assert value(metrics.registry, "staleness_versions_bucket", le="0.0") == 2
+    assert value(metrics.registry, "staleness_versions_bucket", le="1.0") == 5
+    assert value(metrics.registry, "staleness_versions_bucket", le="4.0") == 5
+    assert value(metrics.registry, "staleness_versions_bucket", le="+Inf") == 6
+
+
+def test_what_is_served_is_valid_for_prometheus() -> None:
+    metrics = Metrics("r", "trainer", "w")
+    metrics.reward_value.labels(function="f").observe(0.5)
+    families = list(text_string_to_metric_families(generate_latest(metrics.registry).decode()))
+    assert "rollstream_reward_value" in {family.name for family in families}
+
+
+def test_rates_are_differences_over_time() -> None:
+    metrics, now = Metrics("r", "generator", "w"), [100.0]
+    rates = Rates(metrics, clock=lambda: now[0])
+    metrics.groups_out_total.inc(10)
+    metrics.tokens_out_total.inc(4000)
+    metrics.idle_seconds_total.labels(cause="no_input").inc(1)
+    metrics.idle_seconds_total.labels(cause="stale_weights").inc(2)
+    now[0] = 110.0
+    said = rates.measure()
+    assert (said["groups_per_s"], said["tokens_per_s"]) == (1.0, 400.0)
+    assert (said["idle_ratio"], said["idle_cause"]) == (0.3, "stale_weights")
+    assert said["progress_age_s"] == 0
+
+
+def test_progress_ages_while_nothing_moves() -> None:
+    metrics, now = Metrics("r", "generator", "w"), [100.0]
+    rates = Rates(metrics, clock=lambda: now[0])
+    for now[0] in (130.0, 160.0, 190.0):
+        said = rates.measure()
+    assert said["progress_age_s"] == 90
+    assert said["groups_per_s"] == 0
