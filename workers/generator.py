@@ -7,6 +7,8 @@ weights are new enough, and every token says which weights sampled it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import time
 
 from pipeline.config import Config
@@ -94,32 +96,52 @@ class GenerationWork:
         return f"weights of version {self._context.run_version} (serving {self._engine.weight_version})"
 
 
-async def follow_weights(context: WorkerContext, engine: GenerationEngine, work: GenerationWork) -> None:
-    """Apply every new version that arrives, for as long as the generator lives."""
-    subscriber = WeightSubscriber(context.config.weights, resolve=context.fleet.endpoints)
-    newest_seen = engine.weight_version
-    metrics = context.metrics
-    try:
-        while True:
-            state = await subscriber.next(newest_seen)
-            newest_seen = state.weight_version
-            started = time.monotonic()
-            try:
-                pause_s = await engine.apply_weights(state)
-            except WeightError as error:
-                metrics.weight_failures_total.inc()
-                context.log.error("weights_refused", weight_version=state.weight_version, reason=str(error))
-                continue
-            metrics.weight_bytes_total.inc(state.num_bytes)
-            metrics.weight_pause_seconds.observe(pause_s)
-            metrics.weight_apply_seconds.observe(time.monotonic() - started)
-            metrics.weight_version.set(state.weight_version)
-            context.set_status(weight_version=state.weight_version)
-            context.set_ready(True)
-            work.version_changed.set()
-            context.log.debug("weights_applied", weight_version=state.weight_version, pause_s=round(pause_s, 4))
-    finally:
-        subscriber.close()
+class WeightFollower:
+    """Applies every new version that arrives, for as long as the generator lives."""
+
+    def __init__(self, context: WorkerContext, engine: GenerationEngine, work: GenerationWork) -> None:
+        self._context = context
+        self._engine = engine
+        self._work = work
+        self._subscriber = WeightSubscriber(context.config.weights, resolve=context.fleet.endpoints)
+        self._newest_seen: int | None = None
+        self._counted = copy.copy(self._subscriber.stats)
+
+    async def run(self) -> None:
+        """Never returns; cancel it."""
+        with contextlib.closing(self._subscriber):
+            while True:
+                await self._follow_one()
+
+    async def _follow_one(self) -> None:
+        """The state lives no longer than this call, so that two models are never in memory at once."""
+        state = await self._subscriber.next(self._newest_seen)
+        self._newest_seen = version = state.weight_version
+        context, metrics = self._context, self._context.metrics
+        started = time.monotonic()
+        try:
+            pause_s = await self._engine.apply_weights(state)
+        except WeightError as error:
+            metrics.weight_failures_total.inc()
+            context.log.error("weights_refused", weight_version=version, reason=str(error))
+            return
+        metrics.weight_pause_seconds.observe(pause_s)
+        metrics.weight_apply_seconds.observe(time.monotonic() - started)
+        metrics.weight_bytes_total.inc(state.num_bytes)
+        metrics.weight_version.set(version)
+        self._count_transfer()
+        context.set_status(weight_version=version)
+        context.set_ready(True)
+        self._work.version_changed.set()
+        context.log.debug("weights_applied", weight_version=version, pause_s=round(pause_s, 4))
+
+    def _count_transfer(self) -> None:
+        stats, before = self._subscriber.stats, self._counted
+        metrics = self._context.metrics
+        metrics.weight_receive_seconds.observe(stats.receive_s - before.receive_s)
+        metrics.weight_verify_seconds.observe(stats.verify_s - before.verify_s)
+        metrics.weight_skipped_total.inc(stats.num_skipped - before.num_skipped)
+        self._counted = copy.copy(stats)
 
 
 async def body(context: WorkerContext) -> None:
@@ -131,7 +153,7 @@ async def body(context: WorkerContext) -> None:
     work = GenerationWork(context, engine)
     try:
         async with asyncio.TaskGroup() as group:
-            follower = group.create_task(follow_weights(context, engine, work))
+            follower = group.create_task(WeightFollower(context, engine, work).run())
             stage = Stage(context, source=Stream.PROMPTS, target=Stream.ROLLOUTS, work=work)
             await stage.run(may_claim=work.may_claim)
             follower.cancel()
