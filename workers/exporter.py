@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import TYPE_CHECKING
 
 from redis.exceptions import RedisError
 
@@ -17,6 +18,9 @@ from pipeline.limits import Limit
 from pipeline.run_metrics import RunCollector
 from pipeline.run_status import collect
 
+if TYPE_CHECKING:
+    from structlog.stdlib import BoundLogger
+
 _LONGEST_READ_S = 5.0
 _BLOCKED_WORD_AFTER_S, _BLOCKED_REPEAT_S = 15.0, 60.0
 
@@ -24,8 +28,8 @@ _BLOCKED_WORD_AFTER_S, _BLOCKED_REPEAT_S = 15.0, 60.0
 class BlockedWatch:
     """Says in the log when a run is blocked, and when it no longer is."""
 
-    def __init__(self, context: WorkerContext) -> None:
-        self._log = context.log
+    def __init__(self, log: BoundLogger) -> None:
+        self._log = log
         self._since: float | None = None
         self._said_at: float | None = None
 
@@ -47,7 +51,7 @@ async def body(context: WorkerContext) -> None:
     """Read and show until drained."""
     collector = RunCollector(context.config.run.name)
     context.metrics.registry.register(collector)
-    watch = BlockedWatch(context)
+    watch = BlockedWatch(context.log)
     while not context.draining.is_set():
         try:
             async with asyncio.timeout(_LONGEST_READ_S):

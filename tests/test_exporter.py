@@ -1,0 +1,68 @@
+"""The exporter process: serves the run as a whole, and says when nothing moves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from pipeline.config_files import load_config
+from pipeline.lifecycle import WorkerContext, run_worker
+from pipeline.limits import Limit
+from workers import exporter
+
+
+class Lines:
+    """Keeps log events."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Mapping[str, Any]]] = []
+
+    def warning(self, event: str, **fields: Any) -> None:
+        self.events.append((event, fields))
+
+    info = warning
+
+
+@pytest.mark.usefixtures("logging_as_before")
+def test_exporter_serves_the_run_until_it_is_drained(valkey_url: str, run_name: str) -> None:
+    words = [f"run.name='{run_name}'", f"redis.url='{valkey_url}'", "exporter.interval_s=0.05"]
+    seen: list[str] = []
+
+    async def body(context: WorkerContext) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(exporter.body(context))
+            while True:
+                if context.state.is_ready:
+                    break
+                await asyncio.sleep(0.01)
+            with await asyncio.to_thread(urllib.request.urlopen, f"http://{context.address}/metrics") as answer:
+                seen.append(answer.read().decode())
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert run_worker("exporter", load_config([], environ={}, overrides=words), body, joins=False) == 0
+    assert f'rollstream_stream_length{{run="{run_name}",stream="prompts"}} 0.0' in seen[0]
+
+
+def test_blocked_run_is_named_in_the_log_within_a_minute_and_again_each_minute() -> None:
+    lines = Lines()
+    watch = exporter.BlockedWatch(lines)  # type: ignore[arg-type]
+    blocked = Limit(stage="generator", reason="no generator is alive", is_blocked=True)
+    for now in range(0, 100, 2):
+        watch.look(blocked, float(now))
+    assert [(event, fields["seconds"]) for event, fields in lines.events] == [("run_blocked", 16), ("run_blocked", 76)]
+    watch.look(Limit(stage="trainer", reason="busy"), 101.0)
+    assert lines.events[-1][0] == "run_moves_again"
+
+
+def test_a_short_stop_is_not_worth_a_word() -> None:
+    lines = Lines()
+    watch = exporter.BlockedWatch(lines)  # type: ignore[arg-type]
+    for now, is_blocked in [(0.0, True), (10.0, True), (12.0, False), (14.0, True), (26.0, True)]:
+        watch.look(Limit(stage="scorer", reason="no scorer is alive", is_blocked=is_blocked), now)
+    assert lines.events == []
