@@ -6,7 +6,6 @@ and no mistake of the user's ends in a traceback: a line `error: ...` on stderr 
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -72,10 +71,6 @@ def run(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
-    except BrokenPipeError:
-        # Who read our output has left, as in `rollstream status | head`. Python flushes once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     return result if isinstance(result, int) else 0
 
 

@@ -1,0 +1,155 @@
+"""`rollstream up` with real workers: it ends clean, however it ends (scenario E7)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.config import QueueSettings, RedisSettings
+from pipeline.embedded import EmbeddedServer
+from pipeline.keys import Keys
+from pipeline.ledger import Depth, Ledger
+from pipeline.recorder import read_metrics
+from pipeline.streams import Streams, connect
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 90.0
+SETTINGS = """
+[generation]
+engine = "scripted"
+group_size = 2
+max_tokens = 16
+[generation.scripted]
+length_mean = 8
+[trainer]
+max_steps = 1000000
+groups_per_step = 4
+scripted_step_s = 0.05
+[[scoring.rewards]]
+function = "length"
+[scoring]
+num_processes = 1
+[worker]
+heartbeat_s = 0.3
+drain_timeout_s = 20.0
+"""
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
+        time.sleep(0.05)
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether it is there; one that only waits to be buried is not."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Up:
+    """One `rollstream up` in a directory of its own."""
+
+    def __init__(self, directory: Path, *words: str) -> None:
+        self.directory = directory
+        (directory / "rollstream.toml").write_text(SETTINGS, encoding="utf-8")
+        self.log = directory / "up.log"
+        environ = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pipeline.cli", "up", *words],
+                cwd=directory,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**environ, "PYTHONPATH": str(ROOT)},
+            )
+        self.run_dir = directory / "runs" / "default"
+
+    def until_it_trains(self) -> None:
+        until(lambda: len(read_metrics(self.run_dir)) >= 2 or self.process.poll() is not None, "two steps")
+        assert self.process.poll() is None, self.log.read_text()
+
+    def family(self) -> list[psutil.Process]:
+        """Everything that it has started: workers, their children, the server."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
+    started: list[Up] = []
+
+    def start(name: str, *words: str) -> Up:
+        directory = tmp_path / name
+        directory.mkdir(exist_ok=True)
+        started.append(Up(directory, *words))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+        one.process.wait()
+
+
+async def accounts(run_dir: Path) -> tuple[Ledger, list[Depth]]:
+    """What is left in the run's own server, which keeps its data."""
+    with EmbeddedServer.start(run_dir / "redis", persist=True) as server:
+        async with connect(RedisSettings(), server.url) as redis:
+            streams = Streams(redis, Keys("default"), QueueSettings(), consumer="test")
+            return await streams.ledger(), list((await streams.depths()).values())
+
+
+async def test_two_ups_do_not_fight_and_a_signal_leaves_no_process_and_no_lease(up: Callable[..., Up]) -> None:
+    first, second = up("a", "--generators", "2"), up("b", "--no-exporter")
+    first.until_it_trains()
+    second.until_it_trains()
+    family = first.family()
+    assert len([process for process in family if "pipeline.cli" in " ".join(process.cmdline())]) == 5
+    first.process.send_signal(signal.SIGTERM)
+    assert first.process.wait(DEADLINE_S) == 0, first.log.read_text()
+    until(lambda: not any(map(runs, family)), "all processes to end")
+    ledger, depths = await accounts(first.run_dir)
+    assert ledger.balances
+    assert ledger.trained >= 8
+    assert all(depth.pending == 0 for depth in depths), "a drained worker hands back what it holds"
+    assert not (first.run_dir / "server.json").exists()
+    assert second.process.poll() is None, "the other run goes on"
+
+
+async def test_nothing_survives_an_up_that_was_killed(up: Callable[..., Up]) -> None:
+    one = up("a")
+    one.until_it_trains()
+    family = one.family()
+    assert len(family) >= 6
+    one.process.kill()
+    until(lambda: not any(map(runs, family)), "all processes to end")
+    ledger, _ = await accounts(one.run_dir)
+    assert ledger.balances
+    assert ledger.trained >= 8
+
+
+def test_a_second_up_of_the_same_run_is_refused(up: Callable[..., Up]) -> None:
+    one = up("a")
+    until((one.run_dir / "up.lock").exists, "the first to begin")
+    until((one.run_dir / "server.json").exists, "the server")
+    other = up("a")
+    assert other.process.wait(DEADLINE_S) == 2
+    assert "another `up` of this run is at work" in other.log.read_text()
+
+
+def test_a_mistake_that_only_a_worker_can_see_ends_up_with_code_2(up: Callable[..., Up]) -> None:
+    one = up("a", "--set", "scoring.rewards=[{function='nowhere:nothing'}]")
+    assert one.process.wait(DEADLINE_S) == 2, one.log.read_text()
+    last = one.log.read_text().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert "nowhere" in last

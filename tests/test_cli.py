@@ -1,0 +1,261 @@
+"""The command line: quick, thin, and never a traceback for a mistake of the user's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from redis.asyncio import Redis
+
+from pipeline.cli import cli, run
+from pipeline.config import QueueSettings
+from pipeline.fleet import Fleet, WorkerInfo
+from pipeline.keys import Keys, Stream
+from pipeline.leases import Entry
+from pipeline.server_address import announce_server, find_server, withdraw_server
+from pipeline.streams import Streams
+
+ROOT = Path(__file__).parent.parent
+SETTINGS = ("pydantic", "torch", "transformers", "redis", "zmq", "numpy", "asyncio", "rich")
+
+
+def commands(group: click.Group, words: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Every command as the words that call it."""
+    found: list[tuple[str, ...]] = []
+    for name, command in group.commands.items():
+        found.append((*words, name))
+        if isinstance(command, click.Group):
+            found += commands(command, (*words, name))
+    return found
+
+
+class Answer:
+    """Exit code and output of one command line."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def ask(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, valkey_url: str, run_name: str
+):
+    """Calls the command line for this test's run, in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("REDIS_URL", valkey_url)
+    monkeypatch.setenv("ROLLSTREAM_RUN__NAME", run_name)
+
+    def call(*words: str) -> Answer:
+        capsys.readouterr()
+        code = run(words)
+        out, err = capsys.readouterr()
+        return Answer(code, out, err)
+
+    return call
+
+
+def imported_by(*words: str) -> set[str]:
+    """Top-level modules that a command line has imported when it ends."""
+    code = (
+        "import sys\nfrom pipeline.cli import run\n"
+        f"code = run({list(words)!r})\n"
+        "print('MODULES', *{name.partition('.')[0] for name in sys.modules})\nsys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stdout.rpartition("MODULES ")[2].split())
+
+
+@pytest.mark.parametrize("words", [(), ("up",), ("status",), ("trainer",), ("streams", "peek")])
+def test_help_imports_nothing_heavy(words: tuple[str, ...]) -> None:
+    assert not imported_by(*words, "--help") & set(SETTINGS)
+
+
+def test_showing_settings_needs_no_torch() -> None:
+    assert not imported_by("config", "show") & {"torch", "transformers", "zmq"}
+
+
+@pytest.mark.parametrize("words", commands(cli), ids=" ".join)
+def test_every_command_explains_itself(words: tuple[str, ...], ask) -> None:
+    answer = ask(*words, "--help")
+    assert answer.code == 0
+    assert "Usage: rollstream " + " ".join(words) in answer.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("no-such-command",), "no-such-command"),
+        (("drain",), "ROLE|WORKER_ID"),
+        (("config", "show", "--set", "trainer.max_stepps=3"), "did you mean trainer.max_steps?"),
+        (("config", "show", "-c", "nowhere.toml"), "nowhere.toml: there is no such file"),
+        (("generator", "-c", "nowhere.toml"), "nowhere.toml: there is no such file"),
+        (("up", "--generators", "0"), "--generators"),
+        (("streams", "requeue"), "--all"),
+        (("streams", "peek", "nowhere"), "nowhere"),
+        (("rollouts", "show", "00000001"), "no sample of group '00000001'"),
+        (("drain", "generator"), "no worker has the role or id 'generator'"),
+        (("config", "show", "--run", "a b"), "run.name = 'a b'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_a_mistake_ends_with_code_2_and_lines_that_say_error(words: tuple[str, ...], said: str, ask) -> None:
+    answer = ask(*words)
+    assert answer.code == 2
+    assert answer.out == ""
+    assert said in answer.err
+    assert all(line.startswith("error: ") for line in answer.err.splitlines())
+
+
+def test_a_server_that_does_not_answer_ends_with_code_3_and_no_password(ask) -> None:
+    answer = ask("streams", "--set", "redis.url=redis://user:hunter2@127.0.0.1:1")
+    assert answer.code == 3
+    assert answer.err.startswith("error: redis.url = redis://user:***@127.0.0.1:1")
+    assert "hunter2" not in answer.err
+
+
+def test_without_a_server_the_user_hears_how_to_get_one(ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("REDIS_URL")
+    answer = ask("workers")
+    assert answer.code == 2
+    assert "rollstream up" in answer.err
+    assert "REDIS_URL" in answer.err
+
+
+def test_a_running_up_is_found_by_its_run_directory(
+    ask, monkeypatch: pytest.MonkeyPatch, valkey_url: str, run_name: str, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("REDIS_URL")
+    run_dir = tmp_path / "runs" / run_name
+    run_dir.mkdir(parents=True)
+    announce_server(run_dir, valkey_url)
+    assert oct((run_dir / "server.json").stat().st_mode)[-3:] == "600"
+    assert ask("workers").code == 0
+    withdraw_server(run_dir)
+    assert ask("workers").code == 2
+
+
+def test_an_up_that_was_killed_is_not_taken_for_running(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    (tmp_path / "server.json").write_text(json.dumps({"url": "redis://x", "pid": child.pid}))
+    assert find_server(tmp_path) is None
+
+
+def test_the_file_in_the_working_directory_is_taken_when_none_is_named(ask, tmp_path: Path) -> None:
+    (tmp_path / "rollstream.toml").write_text("trainer.max_steps = 77\n")
+    assert "max_steps = 77" in ask("config", "show").out
+    (tmp_path / "other.toml").write_text("")
+    assert "max_steps = 77" not in ask("config", "show", "-c", "other.toml").out
+
+
+def test_settings_given_to_a_group_reach_its_commands(ask) -> None:
+    answer = ask("streams", "--set", "redis.url=redis://127.0.0.1:1", "peek", "prompts")
+    assert answer.code == 3
+
+
+def test_config_show_prints_toml_json_and_the_reference(ask) -> None:
+    assert "[staleness]" in ask("config", "show").out
+    assert json.loads(ask("config", "show", "--json").out)["staleness"]["max_staleness"] == 2
+    assert ask("config", "show", "--reference").out == (ROOT / "config.toml").read_text(encoding="utf-8")
+
+
+def test_config_schema_is_json(ask) -> None:
+    assert json.loads(ask("config", "schema").out)["title"] == "Config"
+
+
+async def put(redis: Redis, keys: Keys, count: int) -> Streams:
+    streams = Streams(redis, keys, QueueSettings(), consumer="test")
+    await streams.open()
+    entries = [Entry(group_id=f"{i:08d}", weight_version=0, payload=b"x", ordinal=i) for i in range(count)]
+    assert await streams.feed(entries, limit=100) == count
+    return streams
+
+
+def in_thread(ask, *words: str):
+    """A command line brings its own event loop."""
+    import asyncio
+
+    return asyncio.to_thread(ask, *words)
+
+
+async def test_streams_show_depths_and_ledger(ask, redis: Redis, keys: Keys) -> None:
+    await put(redis, keys, 3)
+    answer = await in_thread(ask, "streams")
+    assert answer.code == 0
+    assert "ledger balances: fed 3 = trained 0 + dropped 0 + dead 0 + live 3" in answer.out
+    told = json.loads((await in_thread(ask, "streams", "--json")).out)
+    assert told["streams"]["prompts"]["length"] == 3
+    assert told["balances"] is True
+
+
+async def test_peeking_takes_nothing(ask, redis: Redis, keys: Keys) -> None:
+    streams = await put(redis, keys, 3)
+    answer = await in_thread(ask, "streams", "peek", "prompts", "-n", "2", "--json")
+    assert [entry["group_id"] for entry in json.loads(answer.out)] == ["00000000", "00000001"]
+    assert (await streams.depths())[Stream.PROMPTS].backlog == 3
+
+
+async def test_dead_letters_are_listed_and_brought_back(ask, redis: Redis, keys: Keys) -> None:
+    streams = await put(redis, keys, 1)
+    (lease,) = await streams.claim(Stream.PROMPTS, 1, block_s=1.0)
+    assert await streams.dead_letter(lease, "broken on purpose")
+    assert "broken on purpose" in (await in_thread(ask, "streams", "dead-letters")).out
+    assert (await in_thread(ask, "streams", "requeue", "--all")).out == "1 put back\n"
+    assert (await in_thread(ask, "streams", "dead-letters")).out == "no dead letters\n"
+    assert (await streams.ledger()).balances
+
+
+async def test_pause_resume_and_drain_reach_the_fleet(ask, redis: Redis, keys: Keys) -> None:
+    fleet = Fleet(redis, keys)
+    worker = WorkerInfo(worker_id="generator-x", role="generator", host="here", pid=1)
+    await fleet.register(worker)
+    assert (await in_thread(ask, "pause")).code == 0
+    assert (await fleet.beat(worker)).paused
+    assert (await in_thread(ask, "resume")).code == 0
+    assert (await in_thread(ask, "drain", "generator")).out == "draining generator-x\n"
+    control = await fleet.beat(worker)
+    assert (control.paused, control.drain) == (False, True)
+    assert "generator-x" in (await in_thread(ask, "workers")).out
+
+
+async def test_status_is_text_and_json(ask, redis: Redis, keys: Keys) -> None:
+    await put(redis, keys, 3)
+    assert (await in_thread(ask, "status")).code == 0
+    assert json.loads((await in_thread(ask, "status", "--json")).out)
+
+
+def test_records_of_a_run_are_read_back(ask, tmp_path: Path, run_name: str) -> None:
+    sample = {
+        "step": 4,
+        "group_id": "00000007",
+        "is_evaluation": False,
+        "prompt": "abc",
+        "completions": [{"text": "cba", "reward": 1.0, "versions": [[3, 0]]}],
+    }
+    folder = tmp_path / "runs" / run_name
+    folder.mkdir(parents=True)
+    (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    assert "'cba'" in ask("rollouts", "tail").out
+    assert json.loads(ask("rollouts", "show", "00000007", "--json").out) == sample
+    assert ask("checkpoints", "list").out == "no complete checkpoint\n"
+
+
+def test_output_that_nobody_reads_to_its_end_ends_quietly() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipeline.cli", "config", "show"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    process.wait()
