@@ -77,8 +77,8 @@ def _waiting_worker(streams: Mapping[Stream, Depth], alive: Sequence[WorkerInfo]
         waits = [cast("str | None", worker.status.get("waiting_for")) for worker in alive if worker.role == role]
         if role == "trainer" and not _is_ready(alive, role):
             return Limit(stage=role, reason=f"the trainer waits for {waits[0]}" if waits[0] else "the trainer starts")
-        if streams[stream].backlog == 0 or not all(waits):
-            continue
+        if streams[stream].backlog == 0 or not all(waits) or any("groups" in str(wait) for wait in waits):
+            continue  # Nothing to do, someone at work, or only just told of the work there is.
         stage = "weights" if all("weights" in str(wait) for wait in waits) else role
         who = f"the {role}" if len(waits) == 1 else f"all {len(waits)} {role}s"
         verb = "waits" if len(waits) == 1 else "wait"
