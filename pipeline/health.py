@@ -7,6 +7,7 @@ that the worker is in. It reads; it never changes or waits for anything of the w
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Iterable, Mapping
 from socketserver import ThreadingMixIn
 from threading import Thread
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _OK, _UNAVAILABLE, _NOT_FOUND = "200 OK", "503 Service Unavailable", "404 Not Found"
 _CLIENT_TIMEOUT_S = 10.0
+_EVERYWHERE = {"0.0.0.0", "::"}
 
 
 class HealthServer:
@@ -51,9 +53,9 @@ class HealthServer:
         self._thread: Thread | None = None
 
     def start(self) -> str:
-        """Begin to serve. Returns host:port. Raises ConfigError when the port is taken."""
+        """Begin to serve. Returns host:port, as others reach it. Raises ConfigError when the port is taken."""
         try:
-            server = _Server((self._host, self._port), _Handler)
+            server = _server_for(self._host)((self._host, self._port), _Handler)
         except OSError as error:
             raise ConfigError(
                 f"{self._setting} = {self._port}: cannot listen on {self._host}:{self._port} "
@@ -63,7 +65,8 @@ class HealthServer:
         self._server = server
         self._thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, name="health", daemon=True)
         self._thread.start()
-        return f"{self._host}:{server.server_port}"
+        host = socket.gethostname() if self._host in _EVERYWHERE else self._host
+        return f"[{host}]:{server.server_port}" if ":" in host else f"{host}:{server.server_port}"
 
     def stop(self) -> None:
         """Stop serving and join the thread. Safe to call twice."""
@@ -101,6 +104,16 @@ class _Server(ThreadingMixIn, WSGIServer):
         super(WSGIServer, self).server_bind()
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
+
+
+class _ServerIPv6(_Server):
+    """The same for an IPv6 address."""
+
+    address_family = socket.AF_INET6
+
+
+def _server_for(host: str) -> type[_Server]:
+    return _ServerIPv6 if ":" in host else _Server
 
 
 class _Handler(WSGIRequestHandler):

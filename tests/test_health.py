@@ -86,3 +86,21 @@ def test_stopping_twice_is_safe_and_frees_the_port() -> None:
     server.stop()
     with socket.create_server((host, int(port))):
         pass
+
+
+def test_server_that_listens_everywhere_gives_an_address_others_can_use() -> None:
+    server = HealthServer("0.0.0.0", 0, CollectorRegistry(), lambda: True, lambda: True)
+    address = server.start()
+    server.stop()
+    assert address.startswith(f"{socket.gethostname()}:")
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_ipv6_works() -> None:
+    server = HealthServer("::1", 0, CollectorRegistry(), lambda: True, lambda: True)
+    address = server.start()
+    try:
+        assert address.startswith("[::1]:")
+        assert get(address, "/healthz")[0] == 200
+    finally:
+        server.stop()
