@@ -17,7 +17,7 @@ from pipeline.errors import ConfigError, UsageError
 def check(config: Config) -> None:
     """Files, reward functions, algorithm, prompts and model. Raises ConfigError."""
     problems: list[str] = []
-    for examine in (_engine, _keys, _rewards, _algorithm, _model, _prompts):
+    for examine in (_engine, _keys, _rewards, _algorithm, _model, _data, _prompts):
         problems += _complaints(examine, config)
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
@@ -65,6 +65,16 @@ def _model(config: Config) -> None:
     from pipeline.models import check_model_files
 
     check_model_files(config.model)
+
+
+def _data(config: Config) -> None:
+    from pipeline.prompts import Dataset
+
+    data = config.data
+    named = [(data.path, data.split), (data.eval_path, data.eval_split)]
+    for path, split in named:
+        if path:
+            Dataset.load(path, split, data)
 
 
 def _prompts(config: Config) -> None:
