@@ -261,6 +261,9 @@ class CheckpointSettings(Section):
 
     every_steps: Natural = Field(50, description="0 writes one only at the end.")
     keep: Count = Field(2, description="Older checkpoints are deleted after a newer one is complete.")
+    on_failure: Literal["continue", "stop"] = Field(
+        "continue", description="When one cannot be written (disk full): go on to the next, or stop. The last must be."
+    )
     resume: Literal["auto", "never"] = Field(
         "auto", description="auto goes on from the newest complete checkpoint of this run."
     )

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.checkpoints import Checkpoints
-from pipeline.errors import RunConflictError
+from pipeline.errors import CheckpointError, RunConflictError
 from pipeline.learner import Learner
 from pipeline.lifecycle import WorkerContext
 from pipeline.messages import Json, PromptGroup
@@ -112,12 +113,24 @@ class Recovery:
             context.log.info("fed_again", num_groups=len(lost))
         return lost
 
-    async def save(self, learner: Learner, state: TrainerState) -> TrainerState:
-        """Write a checkpoint, then commit the groups whose effect it holds."""
+    async def save(self, learner: Learner, state: TrainerState, *, is_last: bool) -> TrainerState:
+        """Write a checkpoint, then commit the groups whose effect it holds.
+
+        Raises CheckpointError when it cannot be written and checkpoint.on_failure says to stop, or
+        none comes after it. Otherwise the groups stay uncommitted until the next one.
+        """
         context = self._context
-        content = {"step": state.step, "version": state.version, "cursor": state.cursor}
-        path = await asyncio.to_thread(self._checkpoints.save, state.step, learner=learner, state=content)
+        content: dict[str, Json] = {"step": state.step, "version": state.version, "cursor": state.cursor}
+        started = time.monotonic()
+        try:
+            path = await asyncio.to_thread(self._checkpoints.save, state.step, learner=learner, state=content)
+        except CheckpointError as error:
+            if is_last or context.config.checkpoint.on_failure == "stop":
+                raise
+            context.log.error("checkpoint_failed", step=state.step, reason=str(error))
+            return state
         await context.streams.commit(state.uncommitted)
+        context.metrics.checkpoint_seconds.observe(time.monotonic() - started)
         context.log.info("checkpoint_written", step=state.step, path=str(path))
         return dataclasses.replace(state, uncommitted=())
 

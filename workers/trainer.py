@@ -76,7 +76,7 @@ class Trainer:
                 ended = await self._train()
                 for helper in helpers:
                     helper.cancel()
-            await self._save()
+            await self._save(is_last=True)
             if ended:
                 await self._context.fleet.stop(ended)
         finally:
@@ -146,7 +146,7 @@ class Trainer:
         self._record(self._evaluator.take_reports())
         every = self._config.checkpoint.every_steps
         if every > 0 and self._state.step % every == 0 and not self._has_done_all_steps():
-            await self._save()
+            await self._save(is_last=False)
 
     async def _publish(self) -> None:
         version = self._state.version
@@ -184,10 +184,10 @@ class Trainer:
         for report in reports:
             self._progress.evaluation(self._state.step, report)
 
-    async def _save(self) -> None:
+    async def _save(self, *, is_last: bool) -> None:
         """Write a checkpoint, then commit the groups whose effect it holds."""
         self._state = self._state.with_cursor(self._feeder.cursor)
-        self._state = await self._recovery.save(self._learner, self._state)
+        self._state = await self._recovery.save(self._learner, self._state, is_last=is_last)
 
     def _has_done_all_steps(self) -> bool:
         return 0 < self._config.trainer.max_steps <= self._state.step
