@@ -6,7 +6,7 @@ already carries the labels run, role and worker. Labels never hold ids of groups
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from threading import Lock, RLock
@@ -70,11 +70,11 @@ class CountHistogram(Collector):
         """For the registry: cumulative buckets and the sum."""
         with self._lock:
             counts, total = list(self._counts), self._sum
-        buckets: list[Sequence[Any]] = []
+        buckets: list[tuple[str, float]] = []
         seen = 0
         for bound, count in zip(self._bounds, counts, strict=True):
             seen += count
-            buckets.append(["+Inf" if bound == float("inf") else str(float(bound)), float(seen)])
+            buckets.append(("+Inf" if bound == float("inf") else str(float(bound)), float(seen)))
         family = HistogramMetricFamily(self._spec.name, self._spec.help, labels=list(self._constants))
         family.add_metric(list(self._constants.values()), buckets=buckets, sum_value=total)
         yield family
@@ -94,12 +94,13 @@ class Labelled(Generic[Plain]):
     """An instrument with labels of its own; the constant ones are set already."""
 
     def __init__(self, instrument: Plain, constants: dict[str, str]) -> None:
-        self._instrument = instrument
+        self._instrument: Plain = instrument
         self._constants = constants
 
     def labels(self, **labels: str) -> Plain:
         """The series with these label values."""
-        return self._instrument.labels(**self._constants, **labels)
+        series: Plain = self._instrument.labels(**self._constants, **labels)
+        return series
 
 
 class MetricTable:
