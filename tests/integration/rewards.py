@@ -27,3 +27,8 @@ def hangs_at_times(prompts: Sequence[str], completions: Sequence[str], **columns
     if sum(map(ord, prompts[0])) % 4 == 0:
         time.sleep(3600)
     return [float(index) for index, _ in enumerate(completions)]
+
+
+def vowels(prompts: Sequence[str], completions: Sequence[str], **columns: object) -> list[float]:
+    """Share of vowels: depends on every character, and on nothing else."""
+    return [sum(letter in "aeiou" for letter in text) / max(len(text), 1) for text in completions]
