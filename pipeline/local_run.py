@@ -25,7 +25,7 @@ from pipeline.errors import ConfigError
 from pipeline.server_address import announce_server, with_url, withdraw_server
 from pipeline.supervisor import RestartPolicy, Supervisor, WorkerExit, WorkerSpec
 
-_KILL_GRACE_S = 5.0
+_KILL_GRACE_S = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,7 @@ class LocalRun:
         self,
         on_line: Callable[[str, str], None],
         on_exit: Callable[[WorkerExit], None] = lambda _: None,
+        on_drain: Callable[[], None] = lambda: None,
         restart: RestartPolicy | None = None,
     ) -> Supervisor:
         """Ready to `run()`. Drains get a little longer than the workers give themselves."""
@@ -90,6 +91,7 @@ class LocalRun:
             drain_timeout_s=self.config.worker.drain_timeout_s + _KILL_GRACE_S,
             on_line=on_line,
             on_exit=on_exit,
+            on_drain=on_drain,
             restart=restart,
         )
 
@@ -97,7 +99,10 @@ class LocalRun:
         return worker_specs(self.config, self._crew, self._command, self.config_file, os.environ)
 
     def _start_server(self, stack: ExitStack, run_dir: Path) -> None:
-        server = EmbeddedServer.start(run_dir / "redis" if self._persist else None, persist=self._persist)
+        try:
+            server = EmbeddedServer.start(run_dir / "redis" if self._persist else None, persist=self._persist)
+        except ConfigError as error:
+            raise ConfigError(f"run.dir = {str(self.config.run.dir)!r}: {error}") from None
         stack.callback(server.stop)
         announce_server(run_dir, server.url)
         stack.callback(withdraw_server, run_dir)
@@ -110,13 +115,13 @@ def worker_specs(
     """The processes of a run, in data-flow order, the cores and GPUs divided among them."""
     threads = max(1, available_cores() // (crew.num_generators + 1))
     gpus = visible_gpus(environ)
-    url = {"REDIS_URL": config.redis.url.get_secret_value()}
+    shared = {"REDIS_URL": config.redis.url.get_secret_value(), **_colours(environ)}
 
     def spec(role: str, name: str, extra: Mapping[str, str]) -> WorkerSpec:
         return WorkerSpec(
             name=name,
             argv=(*command, role, "-c", str(config_file)),
-            environ={**url, **extra},
+            environ={**shared, **extra},
             unset=tuple(name for name in environ if name.startswith("ROLLSTREAM_") and "__" in name),
             ends_run=role == "trainer",
         )
@@ -133,6 +138,11 @@ def worker_specs(
         spec("trainer", "trainer", heavy(config.trainer.num_threads, crew.num_generators)),
         *(spec("exporter", "exporter", one_thread) for _ in range(crew.has_exporter)),
     ]
+
+
+def _colours(environ: Mapping[str, str]) -> dict[str, str]:
+    """Workers write into a pipe; what they write is coloured where our own output is."""
+    return {"FORCE_COLOR": "1"} if sys.stdout.isatty() and not environ.get("NO_COLOR") else {}
 
 
 def _on_one_machine(config: Config) -> Config:

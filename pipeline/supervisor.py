@@ -68,7 +68,11 @@ class WorkerExit:
 
 
 class Supervisor:
-    """Runs workers. `on_line(name, line)` sees every line, `on_exit(WorkerExit)` every end."""
+    """Runs workers.
+
+    `on_line(name, line)` sees every line, `on_exit(WorkerExit)` every end; `on_drain()` is called
+    once, when the workers are asked to end.
+    """
 
     def __init__(
         self,
@@ -77,12 +81,14 @@ class Supervisor:
         drain_timeout_s: float,
         on_line: Callable[[str, str], None],
         on_exit: Callable[[WorkerExit], None] = lambda _: None,
+        on_drain: Callable[[], None] = lambda: None,
         restart: RestartPolicy | None = None,
     ) -> None:
         self._specs = tuple(specs)
         self._drain_timeout_s = drain_timeout_s
         self._on_line = on_line
         self._on_exit = on_exit
+        self._on_drain = on_drain
         self._restart = restart or RestartPolicy()
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._stopping = asyncio.Event()
@@ -117,6 +123,7 @@ class Supervisor:
             return
         self._code = code
         self._stopping.set()
+        self._on_drain()
 
     async def _keep(self, spec: WorkerSpec) -> None:
         failures = 0
@@ -182,13 +189,15 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
+        """Signals are ours inside the block; one that is ignored stays ignored (nohup)."""
         loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
+        ours = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        for number in ours:
             loop.add_signal_handler(number, self.stop)
         try:
             yield
         finally:
-            for number in _SIGNALS:
+            for number in ours:
                 loop.remove_signal_handler(number)
 
 

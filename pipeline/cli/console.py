@@ -26,7 +26,7 @@ class Console:
         self._out = out or sys.stdout
         self._width = max(map(len, [_SELF, *names]))
         self._colours = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(names)}
-        self._is_coloured = self._out.isatty() and "NO_COLOR" not in os.environ
+        self._is_coloured = self._out.isatty() and not os.environ.get("NO_COLOR")
         self._complaints: dict[str, str] = {}
 
     def on_line(self, name: str, line: str) -> None:
@@ -41,8 +41,11 @@ class Console:
         if ended.code == 0:
             self.say(f"{ended.name} is done")
             return
-        then = "" if ended.restart_in_s is None else f"; starts again in {ended.restart_in_s:g} s"
+        then = "" if ended.restart_in_s is None else f", starts again in {ended.restart_in_s:g} s"
         self.say(f"{ended.name} {_how(ended.code)} after {ended.seconds:.1f} s{then}")
+
+    def on_drain(self) -> None:
+        self.say("draining; Ctrl-C ends everything at once")
 
     def say(self, text: str) -> None:
         """A line of our own."""

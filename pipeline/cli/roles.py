@@ -55,7 +55,7 @@ def up(sources: Sources, num_generators: int, num_scorers: int, has_exporter: bo
     with LocalRun(sources.load(), crew) as run:
         console = Console(run.names)
         console.say(f"run {run.config.run.name!r} in {run.config.run_dir}")
-        code = asyncio.run(run.supervisor(console.on_line, console.on_exit).run())
+        code = asyncio.run(run.supervisor(console.on_line, console.on_exit, console.on_drain).run())
         return console.conclude(code)
 
 

@@ -1,0 +1,74 @@
+"""Merged lines of workers: labelled, aligned, coloured on a terminal only."""
+
+from __future__ import annotations
+
+import io
+
+import click
+import pytest
+
+from pipeline.cli.console import Console
+from pipeline.supervisor import WorkerExit
+
+
+class Terminal(io.StringIO):
+    """Text output that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def exit_of(name: str, code: int, restart_in_s: float | None = None) -> WorkerExit:
+    return WorkerExit(name=name, code=code, seconds=1.25, restart_in_s=restart_in_s)
+
+
+def test_labels_line_up() -> None:
+    out = io.StringIO()
+    console = Console(["generator-1", "trainer"], out)
+    console.on_line("generator-1", "one")
+    console.on_line("trainer", "two")
+    console.say("three")
+    assert out.getvalue().splitlines() == ["generator-1 | one", "trainer     | two", "rollstream  | three"]
+
+
+def test_a_terminal_gets_a_colour_for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    out = Terminal()
+    console = Console(["a", "b"], out)
+    console.on_line("a", "x")
+    console.on_line("b", "x")
+    first, second = out.getvalue().splitlines()
+    assert first.replace("a  ", "b  ") != second
+    assert click.unstyle(first) == "a          | x"
+
+
+def test_a_terminal_without_colours_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    out = Terminal()
+    Console(["a"], out).on_line("a", "x")
+    assert "\x1b" not in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("ended", "said"),
+    [
+        (exit_of("a", 0), "a is done"),
+        (exit_of("a", 1, 0.5), "a ended with exit code 1 after 1.2 s, starts again in 0.5 s"),
+        (exit_of("a", -9, 2.0), "a was ended by SIGKILL after 1.2 s, starts again in 2 s"),
+        (exit_of("a", 2), "a ended with exit code 2 after 1.2 s"),
+    ],
+)
+def test_the_end_of_a_worker_is_told(ended: WorkerExit, said: str) -> None:
+    out = io.StringIO()
+    Console(["a"], out).on_exit(ended)
+    assert out.getvalue() == f"rollstream | {said}\n"
+
+
+def test_what_a_person_must_mend_is_repeated_last(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(["a", "b"], io.StringIO())
+    console.on_line("a", "error: no such file")
+    console.on_line("b", "info: well")
+    assert console.conclude(2) == 2
+    assert capsys.readouterr().err == "error: no such file (a)\n"
+    assert console.conclude(0) == 0
+    assert capsys.readouterr().err == ""
