@@ -115,6 +115,7 @@ class Stage:
         leases = await self._context.streams.claim(self._source, capacity, block_s=block_s)
         if not self._tasks:
             metrics.idle_seconds_total.labels(cause="no_input").inc(time.monotonic() - started)
+            self._context.waiting_for(None if leases else f"groups on the stream of {self._source.value}")
         self._context.keeper.hold(leases)
         for lease in leases:
             metrics.groups_in_total.inc()

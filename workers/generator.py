@@ -83,7 +83,6 @@ class GenerationWork:
             self.version_changed.clear()
             await context.wait_for_any(self.version_changed, timeout_s=_FRESHNESS_WAIT_S)
             context.metrics.idle_seconds_total.labels(cause="stale_weights").inc(time.monotonic() - started)
-        context.waiting_for(None)
 
     def _is_fresh(self) -> bool:
         version = self._engine.weight_version

@@ -68,7 +68,8 @@ class Trainer:
         self._data.source.cursor = self._state.cursor
         self._feeder.feed_again(await self._recovery.lost_groups())
         try:
-            await self._context.fleet.set_endpoints(self._publisher.start())
+            self._endpoints = self._publisher.start()
+            await self._context.fleet.set_endpoints(self._endpoints)
             await self._publish()
             self._context.set_ready(True)
             async with asyncio.TaskGroup() as group:
@@ -160,14 +161,23 @@ class Trainer:
         self._context.set_status(weight_version=version, step=self._state.step)
 
     async def _feed(self) -> None:
+        run_id = self._context.run_id
         while True:
             self._slots_freed.clear()
+            if self._context.run_id != run_id:
+                run_id = self._context.run_id
+                await self._introduce_again()
             limit = self._config.admission_limit
             if self._config.trainer.max_steps > 0:
                 remaining = self._config.trainer.max_steps - self._state.step
                 limit = min(limit, remaining * self._config.trainer.groups_per_step)
             await self._feeder.top_up(version=self._state.version, limit=limit)
             await self._context.wait_for_any(self._slots_freed, timeout_s=_FEED_WAIT_S)
+
+    async def _introduce_again(self) -> None:
+        """Redis came back without the run: say once more where the weights are."""
+        await self._context.fleet.set_endpoints(self._endpoints)
+        await self._context.fleet.set_version(self._state.version)
 
     async def _evaluate(self, *, wanted: bool, wait: bool) -> None:
         if not wanted:
