@@ -61,7 +61,8 @@ class Decoder:
         self._is_end[[token for token in end_ids if token < self._vocabulary_size]] = True
         self._max_num_seqs = max_num_seqs
         self._rows = Rows(max_num_seqs)
-        self._cache = RowCache(config.num_hidden_layers)
+        self._num_layers = int(config.num_hidden_layers)
+        self._cache = RowCache(self._num_layers)
         self._sampling: RowSampling | None = None
         self._waiting: deque[GroupTask] = deque()
         self._outcomes: list[Outcome] = []
@@ -117,17 +118,18 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Let waiting sequences join, then draw one token for every row."""
-        self._admit()
-        if not self._rows.num_rows:
-            return
+        """Let waiting sequences join, then draw one token for every row. Whatever fails ends in an outcome."""
         try:
-            drawn = self._draw()
-            token_ids, logprobs = drawn.token_ids.cpu().numpy(), drawn.logprobs.cpu().numpy()
+            self._admit()
+            if self._rows.num_rows:
+                self._advance()
         except Exception as error:  # noqa: BLE001  whatever the model raises ends these groups, not the process
             self.fail_all(EngineError(f"the model failed: {type(error).__name__}: {error}"))
-            self._cache.wipe(0)
-            return
+            self._cache = RowCache(self._num_layers)
+
+    def _advance(self) -> None:
+        drawn = self._draw()
+        token_ids, logprobs = drawn.token_ids.cpu().numpy(), drawn.logprobs.cpu().numpy()
         assert self.weight_version is not None
         self._rows.record(token_ids, logprobs, self.weight_version)
         if drawn.kept is not None and self._rows.active["keeps_mask"].any():

@@ -108,6 +108,9 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_max_length(self) -> int:
         return -1
 
+    def get_max_cache_shape(self) -> int:
+        return -1  # what transformers before 5.16 calls get_max_length
+
     def _reserve(self, num_rows: int, num_columns: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         if not self.is_initialized:
             self.lazy_initialization(keys, values)

@@ -170,13 +170,13 @@ class Rows:
         """What a row amounts to."""
         tokens = self._tokens[row, : self._rows["num_tokens"][row]]
         versions = tokens["version"]
-        starts = np.flatnonzero(np.diff(versions, prepend=versions[0] - 1))
+        starts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()]
         kept = self._members[row].kept_ids
         return Completion(
             token_ids=tokens["id"].copy(),
             generator_logprobs=tokens["logprob"].copy(),
             loss_mask=np.ones(len(tokens), dtype=np.uint8),
-            spans=tuple(VersionSpan(weight_version=int(versions[start]), first_token=int(start)) for start in starts),
+            spans=tuple(VersionSpan(weight_version=int(versions[start]), first_token=start) for start in starts),
             finish_reason=reason,
             text=text,
             sampling_mask=SamplingMask(

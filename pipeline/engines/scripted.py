@@ -11,6 +11,7 @@ import asyncio
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -151,21 +152,23 @@ class ScriptedEngine:
         )
 
     def _completions(self, group: _Group, spans: list[tuple[VersionSpan, ...]]) -> tuple[Completion, ...]:
-        total, ends = int(group.lengths.sum()), np.cumsum(group.lengths)[:-1]
+        total = int(group.lengths.sum())
         token_ids = group.generator.integers(0, self._scripted.vocab_size, size=total, dtype=np.uint32)
         logprobs = -group.generator.standard_exponential(total, dtype=np.float32)
-        letters = _LETTERS[token_ids % len(_LETTERS)]
-        columns = (np.split(column, ends) for column in (token_ids, logprobs, letters))
+        loss_mask = np.ones(total, dtype=np.uint8)
+        text = _LETTERS[token_ids % len(_LETTERS)].tobytes().decode("ascii")
+        ends = np.cumsum(group.lengths).tolist()
+        parts = [slice(start, end) for start, end in pairwise([0, *ends])]
         return tuple(
             Completion(
-                token_ids=ids,
-                generator_logprobs=scores,
-                loss_mask=np.ones(len(ids), dtype=np.uint8),
+                token_ids=token_ids[part],
+                generator_logprobs=logprobs[part],
+                loss_mask=loss_mask[part],
                 spans=versions,
                 finish_reason=reason,
-                text=text.tobytes().decode("ascii"),
+                text=text[part],
             )
-            for ids, scores, text, versions, reason in zip(*columns, spans, group.reasons, strict=True)
+            for part, versions, reason in zip(parts, spans, group.reasons, strict=True)
         )
 
     def _fill_slots(self) -> None:

@@ -19,7 +19,7 @@ from pipeline.config import GenerationSettings, LoraSettings, ModelSettings
 from pipeline.engines.architecture import check_architecture, end_token_ids
 from pipeline.engines.decoding import Decoder, Outcome
 from pipeline.engines.rows import GroupTask
-from pipeline.errors import EngineError, RollstreamError
+from pipeline.errors import EngineError
 from pipeline.messages import Completion, PromptGroup
 from pipeline.models import (
     Staged,
@@ -51,6 +51,7 @@ class TransformersEngine:
         self._thread: _DecodeThread | None = None
         self._context = 0
         self._futures: dict[GroupTask, asyncio.Future[tuple[Completion, ...]]] = {}
+        self._updates: set[asyncio.Future[float]] = set()
         self._outbox: list[_Command] = []
 
     @property
@@ -113,13 +114,18 @@ class TransformersEngine:
 
     async def apply_weights(self, state: WeightState) -> float:
         """Check everything while generation goes on, then copy between two steps; see the protocol."""
-        decoder = self._running()
+        self._running()
         assert self._model is not None
         staged = await asyncio.to_thread(stage_weights, self._model, state)
+        decoder = self._running()
         loop = asyncio.get_running_loop()
         done: asyncio.Future[float] = loop.create_future()
+        self._updates.add(done)
         self._send(lambda: _replace(decoder, staged, state.weight_version, loop, done))
-        return await done
+        try:
+            return await done
+        finally:
+            self._updates.discard(done)
 
     async def close(self) -> None:
         """Stop the thread; what is still in flight ends with EngineError."""
@@ -127,8 +133,9 @@ class TransformersEngine:
         if thread is not None:
             thread.stop()
             await asyncio.to_thread(thread.join)
-        self._model = None
-        for future in self._futures.values():
+        self._model = self._decoder = None
+        unanswered: list[asyncio.Future[Any]] = [*self._futures.values(), *self._updates]
+        for future in unanswered:
             if not future.done():
                 future.set_exception(EngineError("the engine was closed"))
 
@@ -203,16 +210,16 @@ def _replace(
     started = time.perf_counter()
     try:
         decoder.replace_weights(staged, weight_version)
-    except RollstreamError as error:
+    except Exception as error:  # noqa: BLE001  it rises where the update was asked for
         loop.call_soon_threadsafe(_settle, done, error)
         return
     loop.call_soon_threadsafe(_settle, done, time.perf_counter() - started)
 
 
-def _settle(done: asyncio.Future[float], outcome: float | RollstreamError) -> None:
+def _settle(done: asyncio.Future[float], outcome: float | Exception) -> None:
     if done.done():
         return
-    if isinstance(outcome, RollstreamError):
+    if isinstance(outcome, Exception):
         done.set_exception(outcome)
     else:
         done.set_result(outcome)

@@ -198,6 +198,16 @@ async def test_weights_that_are_not_finite_fail_their_groups_and_the_next_ones_h
     assert [c.token_ids.tolist() for c in again] == [c.token_ids.tolist() for c in expected]
 
 
+async def test_closing_ends_an_update_that_waits(make_engine: MakeEngine, tiny_model: ModelSettings) -> None:
+    engine = await make_engine()
+    update = asyncio.create_task(engine.apply_weights(state_of(load(tiny_model), 1)))
+    await asyncio.sleep(0)
+    await engine.close()
+    done, _ = await asyncio.wait([update], timeout=10)
+    assert done
+    assert update.exception() is None or isinstance(update.exception(), EngineError)
+
+
 async def test_a_model_that_raises_fails_the_groups_in_flight_and_not_the_engine(
     make_engine: MakeEngine, tiny_model: ModelSettings
 ) -> None:
