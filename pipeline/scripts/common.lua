@@ -76,8 +76,8 @@ end
 
 -- Fields of an entry: as the flat list they are stored in, and by name.
 local function fields_of(stream, id)
-  local found = redis.call('XRANGE', stream, id, id)
-  if not found[1] then return nil end
+  local found = redis.pcall('XRANGE', stream, id, id)
+  if found.err or not found[1] then return nil end
   local flat, named = found[1][2], {}
   for i = 1, #flat, 2 do named[flat[i]] = flat[i + 1] end
   return flat, named
