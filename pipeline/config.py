@@ -204,8 +204,8 @@ class TrainerSettings(Section):
     )
     warmup_steps: Natural = Field(0, description="Steps of linear warm-up.")
     weight_decay: NonNegative = Field(0.0, description="Decoupled weight decay.")
-    beta1: Fraction = Field(0.9, description="AdamW.")
-    beta2: Fraction = Field(0.99, description="AdamW.")
+    beta1: Fraction = Field(0.9, description="AdamW: decay of the mean of the gradients.")
+    beta2: Fraction = Field(0.99, description="AdamW: decay of the mean of their squares.")
     max_grad_norm: Positive = Field(1.0, description="Gradients are clipped to this norm.")
     micro_batch_tokens: Count = Field(
         16384, description="Padded tokens in one forward pass; gradients accumulate over passes."

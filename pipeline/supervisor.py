@@ -218,14 +218,18 @@ async def _output_of(spec: WorkerSpec, on_line: Callable[[str, str], None]) -> A
         async for line in _lines(stream):
             on_line(spec.name, line)
 
-    reader = asyncio.create_task(pass_on())
     try:
-        yield write_fd
+        # In a group: a line that cannot be passed on ends the run, it does not fill the pipe.
+        async with asyncio.TaskGroup() as group:
+            reader = group.create_task(pass_on())
+            try:
+                yield write_fd
+            finally:
+                os.close(write_fd)
+                # What has left the worker's process group may hold the pipe open for ever.
+                await asyncio.wait([reader], timeout=_LAST_LINES_S)
+                reader.cancel()
     finally:
-        os.close(write_fd)
-        # What has left the worker's process group may hold the pipe open for ever.
-        await asyncio.wait([reader], timeout=_LAST_LINES_S)
-        reader.cancel()
         transport.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 
 import click
 import pytest
@@ -72,3 +73,12 @@ def test_what_a_person_must_mend_is_repeated_last(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == "error: no such file (a)\n"
     assert console.conclude(0) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_a_reader_that_leaves_does_not_end_the_run() -> None:
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    with os.fdopen(write_fd, "w") as out:
+        console = Console(["a"], out)
+        console.on_line("a", "x")
+        console.on_line("a", "y")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
+import pytest
 
 from pipeline.supervisor import RestartPolicy, Supervisor, WorkerExit, WorkerSpec
 
@@ -222,6 +223,20 @@ async def test_a_cancelled_supervisor_leaves_nothing_behind() -> None:
     run.cancel()
     await asyncio.wait([run])
     assert run.cancelled()
+    await ended(pids)
+
+
+async def test_a_line_that_cannot_be_passed_on_ends_the_run_and_its_workers() -> None:
+    pids: list[int] = []
+
+    def fail(_name: str, _line: str) -> None:
+        pids.extend(supervisor.pids.values())
+        raise OSError("no space left")
+
+    supervisor = Supervisor([script("a", DRAINS), script("b", FOREVER)], drain_timeout_s=20, on_line=fail)
+    with pytest.raises(ExceptionGroup) as caught:
+        await supervisor.run()
+    assert caught.group_contains(OSError, match="no space left")
     await ended(pids)
 
 

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TextIO
 
 import click
@@ -35,7 +36,11 @@ class Console:
         label = f"{name:<{self._width}} |"
         if self._is_coloured:
             label = click.style(label, fg=self._colours.get(name, "white"), bold=name == _SELF)
-        print(label, line, file=self._out, flush=True)
+        try:
+            print(label, line, file=self._out, flush=True)
+        except BrokenPipeError:  # `rollstream up | head`: the run goes on without a reader
+            with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+                os.dup2(nowhere.fileno(), self._out.fileno())
 
     def on_exit(self, ended: WorkerExit) -> None:
         if ended.code == 0:
