@@ -65,7 +65,7 @@ def load_model(
     Raises ModelError.
     """
     _check_files(model, _WEIGHT_FILES, "weights (*.safetensors)")
-    with _quiet():
+    with quiet():
         loaded = _load_pretrained(model, dtype)
     loaded.requires_grad_(trainable and lora.rank == 0)
     if lora.rank:
@@ -88,7 +88,7 @@ def load_config(model: ModelSettings) -> PreTrainedConfig:
 
     _check_files(model, ("config.json",), "configuration (config.json)")
     try:
-        with _quiet():
+        with quiet():
             return cast(
                 "PreTrainedConfig",
                 AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code),
@@ -103,7 +103,7 @@ def load_tokenizer(model: ModelSettings) -> PreTrainedTokenizerBase:
 
     _check_files(model, _TOKENIZER_FILES, "tokenizer (tokenizer.json)")
     try:
-        with _quiet():
+        with quiet():
             return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"model.path = {model.path!r}: its tokenizer cannot be loaded: {_short(error)}") from error
@@ -298,7 +298,7 @@ def _check_files(model: ModelSettings, patterns: tuple[str, ...], what: str) -> 
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No progress bars and no advice on the console while transformers loads."""
     from transformers.utils import logging as transformers_logging
 

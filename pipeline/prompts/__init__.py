@@ -3,7 +3,7 @@
 In: a JSONL or parquet file, or a Hub data set. Out: `PromptGroup`s in a seeded order that a cursor
 restores exactly. Nothing here samples tokens or holds a model; only the tokeniser's calls are used.
 
-    Dataset.load -> rows -> PromptOrder.at(ordinal) -> PromptSource.next_group -> Feeder.top_up -> [prompts]
+    Dataset.load -> rows -> PromptOrder.at(ordinal) -> PromptSource.next_group
 """
 
 from pipeline.prompts.dataset import Dataset, Row
