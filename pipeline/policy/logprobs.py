@@ -41,7 +41,7 @@ def chunked_logprobs(
         rows = slice(start, min(start + chunk_tokens, len(states)))
         arguments = (states[rows], targets.token_ids[rows], targets.temperatures[rows], _kept_of(targets.kept, rows))
         if torch.is_grad_enabled():
-            parts.append(checkpoint(_chunk, project, *arguments, use_reentrant=False, preserve_rng_state=False))
+            parts.append(checkpoint(_chunk, project, *arguments, use_reentrant=False))
         else:
             parts.append(_chunk(project, *arguments))
     return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropies for _, entropies in parts])
@@ -60,18 +60,24 @@ def _chunk(
     chosen = logits.gather(1, token_ids[:, None]).squeeze(1)
     if kept is not None:
         logits = _limit(logits, kept)
-    logprobs = chosen - logits.logsumexp(dim=1)
-    with torch.no_grad():
-        log_probabilities = logits.log_softmax(dim=1)
-        entropies = torch.special.entr(log_probabilities.exp()).sum(dim=1)
-    return logprobs, entropies
+    normalisers = logits.logsumexp(dim=1)
+    return chosen - normalisers, _entropies(logits.detach(), normalisers.detach())
+
+
+def _entropies(logits: Tensor, normalisers: Tensor) -> Tensor:
+    """logsumexp(z) - sum(p z), [m], with one temporary of the size of the logits."""
+    probabilities = (logits - normalisers[:, None]).exp_()
+    return normalisers - probabilities.mul_(logits).sum(dim=1)
 
 
 def _limit(logits: Tensor, kept: KeptTokens) -> Tensor:
-    """Logits [m, V] with -inf where an id could not be drawn."""
+    """Logits [m, V] with the lowest finite number where an id could not be drawn.
+
+    Its probability is 0 as with -inf, but 0 times it is 0 and not NaN.
+    """
     is_kept = torch.zeros_like(logits, dtype=torch.bool)
     is_kept[kept.rows, kept.ids] = True
-    return logits.masked_fill(kept.is_limited[:, None] & ~is_kept, -torch.inf)
+    return logits.masked_fill(kept.is_limited[:, None] & ~is_kept, torch.finfo(logits.dtype).min)
 
 
 def _kept_of(kept: KeptTokens | None, rows: slice) -> KeptTokens | None:
