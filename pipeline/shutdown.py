@@ -45,7 +45,11 @@ class Shutdown:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Signal handlers are ours inside the block. A signal that is ignored stays ignored (nohup)."""
+        """Signal handlers are ours inside the block. A signal that is ignored stays ignored (nohup).
+
+        Behind the block the process ends by itself with a code of its own, which a late signal
+        must not turn into death by that signal.
+        """
         loop = asyncio.get_running_loop()
         ours = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         for number in ours:
@@ -55,6 +59,7 @@ class Shutdown:
         finally:
             for number in ours:
                 loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_IGN)
 
     async def watch_parent(self) -> None:
         """Drains when the process that started this one is gone; returns at once without one."""

@@ -145,8 +145,9 @@ class WeightFollower:
 
 async def body(context: WorkerContext) -> None:
     """Generate until drained."""
-    engine = create_engine(context.config)
     context.waiting_for("its model to load")
+    # In a thread: importing an engine takes seconds, in which heartbeats must go on.
+    engine = await asyncio.to_thread(create_engine, context.config)
     await engine.start()
     context.waiting_for(None)
     work = GenerationWork(context, engine)

@@ -23,7 +23,15 @@ from pipeline.learner.optimizer import Optimizer
 from pipeline.learner.report import describe_groups, in_feeding_order
 from pipeline.learner.tally import TokenTally
 from pipeline.messages import ScoredGroup
-from pipeline.models import export_weights, load_model, load_tokenizer, resolve_device, resolve_dtype, weight_kind
+from pipeline.models import (
+    export_weights,
+    load_model,
+    load_tokenizer,
+    quiet,
+    resolve_device,
+    resolve_dtype,
+    weight_kind,
+)
 from pipeline.policy import CausalModel, Policy
 from pipeline.staleness import assess
 from pipeline.weights import WeightState
@@ -159,9 +167,10 @@ class PolicyLearner:
         state = None
         if self._wire_dtype is not None:
             state = {name: tensor.to(self._wire_dtype) for name, tensor in model.state_dict().items()}
-        model.save_pretrained(str(directory), state_dict=state)
-        if self._model_settings is not None:
-            load_tokenizer(self._model_settings).save_pretrained(directory)
+        with quiet():
+            model.save_pretrained(str(directory), state_dict=state)
+            if self._model_settings is not None:
+                load_tokenizer(self._model_settings).save_pretrained(directory)
 
     def _backward(self, batch: MicroBatch, tally: TokenTally) -> Tensor:
         """Add the gradient of one micro-batch; returns its part of the loss, detached."""
