@@ -37,9 +37,3 @@ def is_nonfinite(group: ScoredGroup) -> bool:
         bool(np.any(np.isfinite(completion.generator_logprobs) & (completion.loss_mask != 0)))
         for completion in group.rollout.completions
     )
-
-
-def is_too_long(group: ScoredGroup, max_context: int) -> bool:
-    """Whether the prompt and its longest completion exceed `max_context` tokens."""
-    longest = max((len(completion) for completion in group.rollout.completions), default=0)
-    return len(group.rollout.prompt.prompt_token_ids) + longest > max_context

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.filters import is_nonfinite, is_too_long, is_unscored, is_zero_variance, rewards_of
+from pipeline.filters import is_nonfinite, is_unscored, is_zero_variance, rewards_of
 from pipeline.messages import ScoredGroup
 from tests.learning.builders import Row, make_group
 
@@ -46,10 +46,3 @@ def test_group_is_nonfinite_only_when_no_written_token_has_a_finite_logprob() ->
 
     assert is_nonfinite(make_group([bad, outside]))
     assert not is_nonfinite(make_group([bad, good]))
-
-
-def test_length_counts_the_prompt_and_the_longest_completion() -> None:
-    group = make_group([Row(token_ids=[4]), Row(token_ids=[4] * 5)], prompt=[1, 2, 3])
-
-    assert not is_too_long(group, 8)
-    assert is_too_long(group, 7)

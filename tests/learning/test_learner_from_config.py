@@ -184,6 +184,22 @@ def test_bfloat16_keeps_float32_weights_and_sends_bfloat16(model_dir: Path, tmp_
         torch.testing.assert_close(saved[name], value.bfloat16(), rtol=0, atol=0)
 
 
+def test_adapter_over_bfloat16_weights_is_trained_in_float32(model_dir: Path, tmp_path: Path) -> None:
+    sections = {"lora": {"rank": 4}, "trainer": {"dtype": "bfloat16", "gradient_checkpointing": True}}
+    learner = policy_learner(make_config(model_dir, algorithm={"kl_coef": 0.1}, **sections))
+
+    metrics = learner.step(GROUPS, trainer_version=0)
+    learner.save_model(tmp_path / "adapter")
+
+    trained = [value for value in learner.policy.model.parameters() if value.requires_grad]
+    frozen = [value for value in learner.policy.model.parameters() if not value.requires_grad]
+    assert {value.dtype for value in trained} == {torch.float32}
+    assert torch.bfloat16 in {value.dtype for value in frozen}
+    assert (metrics["kl"], metrics["skipped_steps"]) == (0, 0)
+    assert {tensor.dtype for tensor in learner.export_weights(1).tensors.values()} == {"bfloat16"}
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_dir), tmp_path / "adapter")
+
+
 def test_gradient_checkpointing_changes_nothing_but_memory(model_dir: Path) -> None:
     for lora in ({}, {"rank": 4}):
         plain = policy_learner(make_config(model_dir, lora=lora))
