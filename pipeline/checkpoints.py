@@ -3,7 +3,7 @@
 In: a learner and the run's state. Out: `step_000050/` with
 
     model/         as the learner saves it: a directory that other programs load
-    optimizer.pt   the learner's state_dict, tensors and plain values only
+    optimizer.pt   the learner's state_dict, tensors and plain values only; learner.json where it has no tensors
     state.json     the run's state: cursor, version, group ids that it commits
     COMPLETE       written last: sequence number, time and the size of every file
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -31,6 +32,7 @@ from pipeline.errors import CheckpointError, DiskFullError
 from pipeline.messages import Json
 
 _STEP_DIR = re.compile(r"(?:\.replaced-)?step_(\d+)")
+_PLAIN_STATE = "learner.json"
 _LEFTOVERS = (".writing-*", ".deleting-*")
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _log = structlog.get_logger()
@@ -70,13 +72,19 @@ class Checkpoint:
     @property
     def state(self) -> dict[str, Any]:
         """The run's state as it was saved. Raises CheckpointError."""
+        return self._read_json("state.json")
+
+    def _read_json(self, name: str) -> dict[str, Any]:
         try:
-            return cast(dict[str, Any], json.loads((self.path / "state.json").read_text(encoding="utf-8")))
+            return cast(dict[str, Any], json.loads((self.path / name).read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
-            raise self._unreadable("state.json", error) from error
+            raise self._unreadable(name, error) from error
 
     def learner_state(self) -> dict[str, Any]:
         """What `learner.state_dict()` gave, on the CPU. Raises CheckpointError."""
+        plain = self.path / _PLAIN_STATE
+        if plain.exists():
+            return self._read_json(_PLAIN_STATE)
         import pickle
 
         import torch
@@ -193,14 +201,32 @@ def _read(path: Path) -> Checkpoint | None:
 
 
 def _write_parts(aside: Path, learner: Restorable, state: Mapping[str, Json]) -> None:
-    import torch
-
     learner.save_model(aside / "model")
     learner_state = learner.state_dict()
-    _require_plain(learner_state, "state_dict")
-    with (aside / "optimizer.pt").open("wb") as file:
-        torch.save(learner_state, file)
+    if _is_json(learner_state):
+        (aside / _PLAIN_STATE).write_text(json.dumps(learner_state, allow_nan=False), encoding="utf-8")
+    else:
+        _write_tensors(aside / "optimizer.pt", learner_state)
     (aside / "state.json").write_text(json.dumps(dict(state), allow_nan=False), encoding="utf-8")
+
+
+def _is_json(value: object) -> bool:
+    """Whether JSON gives the value back as it is, so that torch is not needed for it."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, bool | int | str)
+
+
+def _write_tensors(path: Path, state: Mapping[str, object]) -> None:
+    import torch
+
+    _require_plain(state, "state_dict")
+    with path.open("wb") as file:
+        torch.save(state, file)
 
 
 def _write_marker(aside: Path, step: int, *, sequence: int, saved_at: float) -> None:

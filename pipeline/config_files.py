@@ -43,6 +43,8 @@ _AGREED = (
     "algorithm.",
 )
 
+_PATHS = ("model.path", "model.chat_template", "data.path", "data.eval_path")
+
 
 def load_config(
     paths: Sequence[Path | str] = (),
@@ -95,11 +97,21 @@ def show(config: Config) -> str:
 
 
 def fingerprint(config: Config) -> dict[str, str]:
-    """What all workers of a run must agree on: dotted setting -> value as JSON. No host, port or device."""
+    """What all workers of a run must agree on: dotted setting -> value as JSON. No host, port or device.
+
+    Of paths only the last part counts: the same model may lie elsewhere on another machine.
+    """
     values = masked(config)
-    agreed = {path: json.dumps(_at(values, path), sort_keys=True) for path in settings() if path.startswith(_AGREED)}
+    agreed = {
+        path: json.dumps(_place_free(path, values), sort_keys=True) for path in settings() if path.startswith(_AGREED)
+    }
     rewards = [[reward.function, reward.weight, reward.kwargs] for reward in config.scoring.rewards]
     return {**agreed, "scoring.rewards": json.dumps(rewards, sort_keys=True)}
+
+
+def _place_free(path: str, values: Mapping[str, Json]) -> Json:
+    value = _at(values, path)
+    return Path(value).name if path in _PATHS and isinstance(value, str) else value
 
 
 def _at(values: Mapping[str, Json], path: str) -> Json:

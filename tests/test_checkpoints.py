@@ -230,3 +230,21 @@ def test_listing_checkpoints_does_not_import_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_state_without_tensors_needs_no_torch(tmp_path: Path) -> None:
+    script = f"""
+import sys
+from pathlib import Path
+from pipeline.checkpoints import Checkpoints
+from pipeline.config import CheckpointSettings, StalenessSettings, TrainerSettings
+from pipeline.learner import ScriptedLearner
+
+checkpoints = Checkpoints(Path({str(tmp_path)!r}), CheckpointSettings())
+learner = ScriptedLearner(TrainerSettings(), StalenessSettings())
+checkpoints.save(3, learner=learner, state={{"step": 3}})
+latest = checkpoints.latest()
+assert latest is not None and latest.learner_state() == {{"num_steps": 0}}
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
