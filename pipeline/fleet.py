@@ -154,6 +154,20 @@ class Fleet:
 
     # --- weights -------------------------------------------------------------------------------
 
+    async def forget_run(self) -> int:
+        """Remove every key of this run, groups and accounts included. Returns how many keys that were.
+
+        Raises RunConflictError while a worker of the run is alive.
+        """
+        alive = [worker.worker_id for worker in await self.workers() if worker.is_alive]
+        if alive:
+            raise RunConflictError(
+                f"run.name = {self._keys.run!r}: {', '.join(alive)} still at work; stop them first, "
+                "for example with `rollstream drain`"
+            )
+        keys = [key async for key in self._redis.scan_iter(match=self._keys.pattern, count=1000)]
+        return int(await self._redis.unlink(*keys)) if keys else 0
+
     async def set_endpoints(self, endpoints: Endpoints) -> None:
         """Say where weights are published."""
         await self._hset(self._keys.meta, {"endpoints": json.dumps(asdict(endpoints))})
@@ -212,4 +226,7 @@ def _text(value: bytes | None) -> str | None:
 def _conflict(run: str, differing: Sequence[str], own: Mapping[str, str]) -> str:
     pairs = zip(differing[::2], differing[1::2], strict=True)
     named = "; ".join(f"{key} = {own[key]} here, {theirs} in the run" for key, theirs in pairs)
-    return f"run.name = {run!r} was started with other settings: {named}. Make them equal or choose another run.name"
+    return (
+        f"run.name = {run!r} was started with other settings: {named}. Make them equal, choose another run.name, or "
+        f"remove a run that is over with `rollstream reset --run {run}`"
+    )

@@ -183,3 +183,18 @@ async def test_two_runs_on_one_server_do_not_see_each_other(fleet: Fleet, redis:
     assert await other.workers() == []
     assert (await other.facts()).run_id is None
     assert not (await other.facts()).is_paused
+
+
+async def test_a_run_that_is_over_can_be_forgotten_and_nothing_else_is_touched(redis: Redis, keys: Keys) -> None:
+    fleet = Fleet(redis, keys)
+    await redis.set(f"other:{keys.run}", "stays")
+    await fleet.join({"model.path": "a"})
+    worker = WorkerInfo(worker_id="w", role="scorer", host="h", pid=1)
+    await fleet.register(worker)
+    with pytest.raises(RunConflictError, match="w still at work"):
+        await fleet.forget_run()
+    await fleet.deregister("w")
+    assert await fleet.forget_run() > 0
+    assert [key async for key in redis.scan_iter(match=keys.pattern)] == []
+    assert await redis.delete(f"other:{keys.run}") == 1
+    await fleet.join({"model.path": "b"})

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import click
 
 from pipeline import __version__
-from pipeline.cli.control import drain, pause, resume
+from pipeline.cli.control import drain, pause, reset, resume
 from pipeline.cli.inspect import checkpoints, rollouts, status, streams, workers
 from pipeline.cli.roles import demo, exporter, generator, scorer, trainer, up
 from pipeline.cli.settings import config, doctor
@@ -49,6 +49,7 @@ for command in (
     pause,
     resume,
     drain,
+    reset,
     config,
     checkpoints,
     doctor,

@@ -1,4 +1,4 @@
-"""Commands that ask a run to do something: pause, resume, drain.
+"""Commands that ask a run to do something: pause, resume, drain, and go away.
 
 In: a run. Out: a request in Redis that the workers see with their next heartbeat.
 """
@@ -64,4 +64,22 @@ def drain(sources: Sources, target: str) -> int:
         raise UsageError(f"no worker has the role or id {target!r}; `rollstream workers` lists them")
     for worker_id in chosen:
         click.echo(f"draining {worker_id}")
+    return 0
+
+
+@click.command()
+@click.option("--yes", "is_sure", is_flag=True, help="Do not ask.")
+@takes_config
+def reset(sources: Sources, is_sure: bool) -> int:
+    """Remove all that Redis holds of a run that is over. Its directory stays."""
+    config = sources.load()
+
+    async def body(redis: Redis, keys: Keys) -> int:
+        from pipeline.fleet import Fleet
+
+        return await Fleet(redis, keys).forget_run()
+
+    if not is_sure:
+        click.confirm(f"Remove the groups, dead letters and accounts of run {config.run.name!r}?", abort=True)
+    click.echo(f"removed {with_redis(config, body)} keys of run {config.run.name!r}; its directory is untouched")
     return 0
