@@ -55,9 +55,9 @@ def _parse_line(where: str, line: bytes) -> RawRow:
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 at byte {error.start}; save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f'{where}: not JSON: {error}. Each line is one object, such as {{"prompt": "..."}}') from error
+        raise DataError(f"{where}: not JSON ({error}); each line is one object, {_EXAMPLE}") from error
     if not isinstance(row, dict):
-        raise DataError(f'{where}: {type(row).__name__} where an object was expected, such as {{"prompt": "..."}}')
+        raise DataError(f"{where}: a JSON {type(row).__name__}; each line is one object, {_EXAMPLE}")
     return row
 
 
