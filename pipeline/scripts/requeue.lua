@@ -9,8 +9,10 @@ for _, item in ipairs(letters) do
   local letter_id, mended = unpack(item)
   local _, named = fields_of(DEAD_LETTERS, letter_id)
   local stream = named and by_name[named.stream]
-  if stream and redis.call('XLEN', stream) < max_length then
-    local group_id, is_evaluation = named.group_id or '', named.evaluation == '1'
+  local group_id, is_evaluation = named and named.group_id or '', named and named.evaluation == '1'
+  -- An evaluation group may have been fed anew meanwhile; it is live once.
+  local is_replaced = is_evaluation and redis.call('SISMEMBER', EVALUATING, group_id) == 1
+  if stream and not is_replaced and redis.call('XLEN', stream) < max_length then
     local payload = mended or named.payload or ''
     add(stream, group_id, named.weight_version or 0, named.schema or 0, is_evaluation, payload)
     redis.call('XDEL', DEAD_LETTERS, letter_id)

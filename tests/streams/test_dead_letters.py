@@ -98,3 +98,14 @@ async def test_a_dead_evaluation_group_is_accounted_apart_and_comes_back(worker:
     assert lease.is_evaluation
     ledger = await streams.ledger()
     assert (ledger.eval_dead, ledger.eval_live, ledger.balances) == (0, 1, True)
+
+
+async def test_a_dead_evaluation_group_that_was_fed_anew_is_not_live_twice(worker: Worker) -> None:
+    streams = worker()
+    await streams.feed(entries(1, is_evaluation=True), limit=0)
+    (lease,) = await streams.claim(Stream.PROMPTS, 1, block_s=0)
+    await streams.dead_letter(lease, "broken")
+    assert await streams.feed(entries(1, is_evaluation=True), limit=0) == 1
+    assert await streams.requeue() == 0
+    ledger = await streams.ledger()
+    assert (ledger.eval_fed, ledger.eval_dead, ledger.eval_live, ledger.balances) == (2, 1, 1, True)

@@ -214,6 +214,28 @@ async def test_a_keeper_tells_which_lease_was_lost(worker: Worker, lapse: Lapse)
         assert keeper.held == (kept,)
 
 
+async def test_a_worker_that_stood_still_does_not_take_its_own_groups_for_new_ones(
+    worker: Worker, lapse: Lapse
+) -> None:
+    streams, other = worker("stalled"), worker("other")
+    await streams.feed(entries(2), limit=10)
+    async with LeaseKeeper(streams) as keeper:
+        leases = await streams.claim(Stream.PROMPTS, 2, block_s=0)
+        assert keeper.hold(leases) == leases
+        await lapse(leases[0])
+        again = await claim_one(streams)
+        assert again.entry_id == leases[0].entry_id
+        assert keeper.hold([again]) == []
+        await lapse(leases[1])
+        await claim_one(other)
+        await keeper.renew_now()
+        assert keeper.is_lost(leases[1])
+        await lapse(leases[1])
+        back = await claim_one(streams)
+        assert keeper.hold([back]) == [back]
+        assert not keeper.is_lost(back)
+
+
 async def test_a_keeper_outlives_failing_calls() -> None:
     class Failing:
         lease_s = 0.01
