@@ -1,0 +1,76 @@
+"""Connections come back by themselves, and no secret is in what they say."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from pipeline.config import QueueSettings, RedisSettings
+from pipeline.embedded import EmbeddedServer
+from pipeline.errors import ConfigError
+from pipeline.keys import Keys, Stream
+from pipeline.streams import Entry, Moved, Streams, connect
+from tests.streams.conftest import entries
+
+
+def test_a_url_that_cannot_be_one_is_told_without_its_secrets() -> None:
+    with pytest.raises(ConfigError) as problem:
+        connect(RedisSettings(url=SecretStr("http://me:secret@host:6379")))
+    assert "secret" not in str(problem.value)
+    assert "'http'" in str(problem.value)
+    with pytest.raises(ConfigError) as problem:
+        connect(RedisSettings(), "redis://:secret@host:noport")
+    assert "secret" not in str(problem.value)
+
+
+def test_a_lone_worker_is_told_that_it_needs_a_url() -> None:
+    with pytest.raises(ConfigError, match="REDIS_URL"):
+        connect(RedisSettings())
+
+
+def test_a_socket_waits_longer_than_any_blocking_read() -> None:
+    client = connect(RedisSettings(socket_timeout_s=1.0), "redis://localhost:1")
+    assert client.connection_pool.connection_kwargs["socket_timeout"] >= 10
+
+
+async def test_a_worker_goes_on_after_its_server_was_restarted(tmp_path: Path, keys: Keys) -> None:
+    server = EmbeddedServer.start(tmp_path, persist=True)
+    client = connect(RedisSettings(), server.url)
+    streams = Streams(client, keys, QueueSettings(), consumer="w")
+    try:
+        await streams.open()
+        await streams.feed(entries(2), limit=2)
+        (first,) = await streams.claim(Stream.PROMPTS, 1, block_s=0)
+        await asyncio.to_thread(server.stop)
+        moving = asyncio.create_task(
+            streams.hand_over(first, Entry(group_id=first.group_id, weight_version=0, payload=b"x"), Stream.SCORED)
+        )
+        server = await asyncio.to_thread(EmbeddedServer.start, tmp_path, True)
+        assert await moving is Moved.MOVED
+        (second,) = await streams.claim(Stream.PROMPTS, 1, block_s=0)
+        assert (first.group_id, second.group_id) == ("00000000", "00000001")
+        assert (await streams.ledger()).balances
+    finally:
+        await client.aclose()
+        await asyncio.to_thread(server.stop)
+
+
+async def test_a_blocked_claim_outlives_a_restart_of_its_server(tmp_path: Path, keys: Keys) -> None:
+    server = EmbeddedServer.start(tmp_path, persist=True)
+    client = connect(RedisSettings(), server.url)
+    streams = Streams(client, keys, QueueSettings(), consumer="w")
+    feeder = Streams(client, keys, QueueSettings(), consumer="feeder")
+    try:
+        await streams.open()
+        waiting = asyncio.create_task(streams.claim(Stream.PROMPTS, 1, block_s=60))
+        await asyncio.to_thread(server.stop)
+        server = await asyncio.to_thread(EmbeddedServer.start, tmp_path, True)
+        await feeder.feed(entries(1), limit=1)
+        (lease,) = await waiting
+        assert lease.group_id == "00000000"
+    finally:
+        await client.aclose()
+        await asyncio.to_thread(server.stop)

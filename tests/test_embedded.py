@@ -1,0 +1,108 @@
+"""The embedded server lives as long as its parent, serves other processes, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import redis
+
+from pipeline.embedded import EmbeddedServer, find_server
+from pipeline.errors import ConfigError, ServiceUnavailableError
+
+PARENT = """
+import sys
+from pathlib import Path
+from pipeline.embedded import EmbeddedServer
+server = EmbeddedServer.start()
+print(server.url, flush=True)
+sys.stdin.read()
+"""
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def client(url: str) -> redis.Redis:
+    return redis.Redis.from_url(url, protocol=2)
+
+
+def test_other_processes_connect_by_url_and_stopping_removes_everything() -> None:
+    with EmbeddedServer.start() as server:
+        folder = server.socket_path.parent
+        assert server.is_running()
+        with client(server.url) as other:
+            assert other.set("key", "value")
+            assert other.info("server")["tcp_port"] == 0
+        assert oct(server.socket_path.stat().st_mode & 0o777) == "0o700"
+    assert not server.is_running()
+    assert not folder.exists()
+    server.stop()
+
+
+def test_the_server_ends_when_its_parent_is_killed() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as parent:
+        assert parent.stdout is not None
+        url = parent.stdout.readline().decode().strip()
+        with client(url) as other:
+            pid = int(other.info("server")["process_id"])
+        parent.send_signal(signal.SIGKILL)
+    path = Path(url.removeprefix("unix://"))
+    until(lambda: not is_alive(pid))
+    until(lambda: not path.parent.exists())
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+def test_an_interrupt_of_the_terminal_does_not_reach_the_server() -> None:
+    with EmbeddedServer.start() as server, client(server.url) as other:
+        pid = int(other.info("server")["process_id"])
+        assert os.getpgid(pid) != os.getpgid(0)
+
+
+def test_what_persists_is_there_after_a_restart(tmp_path: Path) -> None:
+    with EmbeddedServer.start(tmp_path, persist=True) as first, client(first.url) as one:
+        one.set("key", "value")
+    with EmbeddedServer.start(tmp_path, persist=True) as second, client(second.url) as two:
+        assert second.url == first.url
+        assert two.get("key") == b"value"
+        with pytest.raises(ConfigError, match="already runs"):
+            EmbeddedServer.start(tmp_path, persist=True)
+    assert tmp_path.exists()
+
+
+def test_persisting_needs_a_folder_and_a_short_path(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs a folder"):
+        EmbeddedServer.start(persist=True)
+    with pytest.raises(ConfigError, match="shorter path"):
+        EmbeddedServer.start(tmp_path / ("x" * 100))
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    program = tmp_path / "server"
+    program.write_text("#!/bin/sh\nexit 3\n")
+    program.chmod(0o755)
+    with pytest.raises(ServiceUnavailableError, match="did not start"):
+        EmbeddedServer.start(binary=program)
+
+
+def test_the_wheels_server_is_found() -> None:
+    assert find_server().is_file()
