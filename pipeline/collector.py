@@ -80,8 +80,7 @@ class Collector:
                 await self._changed.wait()
                 continue
             leases = await self._streams.claim(Stream.SCORED, room, block_s=_CLAIM_WAIT_S)
-            self._keeper.hold(leases)
-            for lease in leases:
+            for lease in self._keeper.hold(leases):
                 await self._take(lease)
             if leases:
                 self._changed.set()
@@ -98,6 +97,8 @@ class Collector:
             await self._streams.finish_evaluation([lease])
             self._keeper.drop([lease])
             return
+        # One that was lost and has come back takes the place of what was held before.
+        self._held = [held for held in self._held if held.lease.entry_id != lease.entry_id]
         self._held.append(HeldGroup(lease=lease, group=group))
 
     async def next_batch(self, version: int, *, on_wait: Callable[[], None] = lambda: None) -> list[HeldGroup]:

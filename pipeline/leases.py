@@ -197,9 +197,17 @@ class LeaseKeeper:
         """Leases that are being renewed."""
         return tuple(self._held.values())
 
-    def hold(self, leases: Iterable[Lease]) -> None:
-        """Renews these from now on."""
-        self._held.update({(lease.stream, lease.entry_id): lease for lease in leases})
+    def hold(self, leases: Iterable[Lease]) -> list[Lease]:
+        """Renews these from now on; returns those that it was not holding already.
+
+        A worker that stood still for longer than a lease can claim what it already works on: only
+        what is returned is new work.
+        """
+        new = {(lease.stream, lease.entry_id): lease for lease in leases}
+        new = {key: lease for key, lease in new.items() if key not in self._held}
+        self._held.update(new)
+        self._lost -= new.keys()
+        return list(new.values())
 
     def drop(self, leases: Iterable[Lease]) -> None:
         """Forgets these: they were handed over, released or refused."""

@@ -116,8 +116,7 @@ class Stage:
         if not self._tasks:
             metrics.idle_seconds_total.labels(cause="no_input").inc(time.monotonic() - started)
             self._context.waiting_for(None if leases else f"groups on the stream of {self._source.value}")
-        self._context.keeper.hold(leases)
-        for lease in leases:
+        for lease in self._context.keeper.hold(leases):
             metrics.groups_in_total.inc()
             metrics.queue_wait_seconds.observe(max(0.0, time.time() - lease.created_at))
             task = group.create_task(self._handle(lease))

@@ -1,7 +1,7 @@
-"""Real worker processes for tests: started, watched, killed, and always ended.
+"""A run for tests: settings, real worker processes, and views through the classes that workers use.
 
-In: settings. Out: processes of `rollstream ROLE` against the session's server, and views of the
-run through the same classes that the workers use.
+In: settings. Out: processes against the session's server. A worker that fails without being meant
+to fails the test at once and shows its log; all are ended in the end.
 """
 
 from __future__ import annotations
@@ -9,26 +9,28 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
+import urllib.request
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
 from pipeline.config import Config
 from pipeline.config_files import load_config
-from pipeline.fleet import Fleet
-from pipeline.keys import Keys
+from pipeline.fleet import Fleet, WorkerInfo
+from pipeline.keys import CONSUMER_GROUP, Keys, Stream
 from pipeline.streams import Ledger, Streams, connect
+from tests.integration.processes import ROOT, Worker, start_worker
 
-POLL_S = 0.05
+POLL_S = 0.02
 DEADLINE_S = 60.0
-_ROOT = Path(__file__).parents[2]
 
 # Quick leases and heartbeats, so that takeovers happen within a test's patience.
 SCRIPTED = (
@@ -47,47 +49,130 @@ SCRIPTED = (
     "worker.log_format='json'",
     "weights.poll_s=0.2",
     "checkpoint.every_steps=0",
+    "tracking.samples_per_step=1000",
 )
 
 
-@dataclass(eq=False)
-class Worker:
-    """One process and the file with its output."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a command said."""
 
-    role: str
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    @property
-    def output(self) -> str:
-        """Everything it has printed."""
-        return self.log.read_text(errors="replace")
-
-    @property
-    def events(self) -> list[dict[str, object]]:
-        """Its log, parsed; lines that are not JSON are left out."""
-        found = []
-        for line in self.output.splitlines():
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                continue
-        return found
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process alone."""
-        os.kill(self.process.pid, number)
+    code: int
+    out: str
+    err: str
 
 
 @dataclass(eq=False)
 class Run:
-    """One run: its settings, its processes, and what Redis knows of it."""
+    """One run: its settings, its processes, and what Redis and its directory know of it."""
 
     config: Config
     overrides: Sequence[str]
     directory: Path
     redis: Redis
     workers: list[Worker] = field(default_factory=list)
+
+    # Processes
+
+    def start(self, role: str, *extra: str, may_fail: bool = False) -> Worker:
+        """Start one worker; extra: settings of its own. may_fail: it is meant to end with an error."""
+        log = self.directory / f"{self.config.run.name}-{len(self.workers)}-{role}.log"
+        words = [word for item in [*self.overrides, *extra] for word in ("--set", item)]
+        self.workers.append(start_worker(role, words, log, may_fail=may_fail))
+        return self.workers[-1]
+
+    def start_all(self, *, generators: int = 1, scorers: int = 1) -> Worker:
+        """Start generators, scorers and the trainer, which is returned."""
+        for _ in range(generators):
+            self.start("generator")
+        for _ in range(scorers):
+            self.start("scorer")
+        return self.start("trainer")
+
+    def end(self) -> None:
+        """Kill what still runs."""
+        for worker in self.workers:
+            if worker.code is None:
+                worker.kill()
+
+    async def command(self, *words: str) -> Answer:
+        """What the command `rollstream WORDS` says of this run."""
+        settings = [word for item in self.overrides for word in ("--set", item)]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "pipeline.cli",
+            *words,
+            *settings,
+            cwd=ROOT,
+            env={**os.environ, "NO_COLOR": "1"},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        out, err = await process.communicate()
+        return Answer(process.returncode or 0, out.decode(), err.decode())
+
+    # Waiting
+
+    async def until(
+        self, condition: Callable[[], bool | Awaitable[bool]], what: str, *, deadline_s: float = DEADLINE_S
+    ) -> None:
+        """Wait for a condition; when it does not come, the workers' output says why."""
+        end = time.monotonic() + deadline_s
+        while True:
+            value = condition()
+            if await value if isinstance(value, Awaitable) else value:
+                return
+            self.refuse_crashes()
+            if time.monotonic() > end:
+                raise AssertionError(f"not within {deadline_s} s: {what}\n{self._tails()}")
+            await asyncio.sleep(POLL_S)
+
+    def refuse_crashes(self) -> None:
+        """Fail if a worker has ended with an error that was not meant."""
+        crashed = [worker.tail for worker in self.workers if worker.has_crashed]
+        assert not crashed, "\n".join(crashed)
+
+    async def until_exit(self, *workers: Worker, deadline_s: float = DEADLINE_S) -> list[int]:
+        """Exit codes of these workers, once all have ended."""
+        names = ", ".join(worker.role for worker in workers)
+        await self.until(
+            lambda: all(worker.code is not None for worker in workers), f"exit of {names}", deadline_s=deadline_s
+        )
+        return [int(worker.code or 0) for worker in workers]
+
+    async def until_over(self, *, deadline_s: float = DEADLINE_S) -> None:
+        """Wait until every worker that was not killed has ended with exit code 0."""
+        codes = await self.until_exit(
+            *[worker for worker in self.workers if not worker.may_fail], deadline_s=deadline_s
+        )
+        assert set(codes) == {0}, codes
+
+    async def until_steps(self, number: int, *, deadline_s: float = DEADLINE_S) -> None:
+        """Wait until the trainer has done `number` steps."""
+        await self.until(lambda: self.num_steps >= number, f"step {number}", deadline_s=deadline_s)
+
+    async def until_trained(self, number: int, *, deadline_s: float = DEADLINE_S) -> None:
+        """Wait until `number` groups have been trained."""
+
+        async def enough() -> bool:
+            return (await self.ledger()).trained >= number
+
+        await self.until(enough, f"{number} trained groups", deadline_s=deadline_s)
+
+    async def until_ready(self, *workers: Worker) -> list[WorkerInfo]:
+        """What the registry says of these workers, once they can do their work."""
+        found: list[WorkerInfo] = []
+
+        async def all_ready() -> bool:
+            by_pid = {info.pid: info for info in await self.fleet.workers() if info.status.get("ready")}
+            found[:] = [by_pid[worker.pid] for worker in workers if worker.pid in by_pid]
+            return len(found) == len(workers)
+
+        await self.until(all_ready, "workers that are ready")
+        return found
+
+    # Views
 
     @property
     def streams(self) -> Streams:
@@ -99,82 +184,71 @@ class Run:
         """Registry and control."""
         return Fleet(self.redis, Keys(self.config.run.name))
 
-    def start(self, role: str, *extra: str) -> Worker:
-        """Start one worker; extra: settings of its own."""
-        log = self.directory / f"{role}-{len(self.workers)}.log"
-        words = [word for item in [*self.overrides, *extra] for word in ("--set", item)]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "ROLLSTREAM_PARENT_PID": str(os.getpid())}
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "pipeline.cli", role, *words],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=_ROOT,
-                env=environ,
-            )
-        worker = Worker(role, process, log)
-        self.workers.append(worker)
-        return worker
-
-    def start_all(self, *, generators: int = 1, scorers: int = 1) -> Worker:
-        """Start generators, scorers and the trainer, which is returned."""
-        for _ in range(generators):
-            self.start("generator")
-        for _ in range(scorers):
-            self.start("scorer")
-        return self.start("trainer")
-
     async def ledger(self) -> Ledger:
         """The account of the run, which must balance whenever it is looked at."""
         ledger = await self.streams.ledger()
         assert ledger.balances, ledger
         return ledger
 
-    async def until(
-        self, condition: Callable[[], bool | Awaitable[bool]], what: str, *, deadline_s: float = DEADLINE_S
-    ) -> None:
-        """Wait for a condition; on time-out the workers' output says why it did not come."""
-        end = time.monotonic() + deadline_s
-        while True:
-            value = condition()
-            if await value if isinstance(value, Awaitable) else value:
-                return
-            if time.monotonic() > end:
-                raise AssertionError(f"not within {deadline_s} s: {what}\n{self._tails()}")
-            await asyncio.sleep(POLL_S)
+    async def info(self, worker: Worker) -> WorkerInfo | None:
+        """What the registry says of a worker."""
+        return next((info for info in await self.fleet.workers() if info.pid == worker.pid), None)
 
-    async def until_exit(self, worker: Worker, *, deadline_s: float = DEADLINE_S) -> int:
-        """Exit code of a worker."""
-        await self.until(lambda: worker.process.poll() is not None, f"exit of {worker.role}", deadline_s=deadline_s)
-        return int(worker.process.returncode)
+    async def num_held(self, worker_id: str) -> int:
+        """Groups that a worker holds in any of the streams."""
+        held = 0
+        for key in Keys(self.config.run.name).streams:
+            held += len(await self.redis.xpending_range(key, CONSUMER_GROUP, "-", "+", 1000, worker_id))
+        return held
 
-    async def until_steps(self, number: int, *, deadline_s: float = DEADLINE_S) -> None:
-        """Wait until the trainer has done `number` steps."""
-        await self.until(lambda: self.num_steps >= number, f"step {number}", deadline_s=deadline_s)
+    async def num_in_streams(self) -> int:
+        """Entries of all streams."""
+        return sum(depth.length for depth in (await self.streams.depths()).values())
+
+    async def backlog(self, stream: Stream) -> int:
+        """Entries of a stream that no one holds."""
+        return (await self.streams.depths())[stream].backlog
+
+    async def metric(self, worker: Worker, name: str, **labels: str) -> float:
+        """The sum of one metric's series at a worker's own endpoint, over labels that are not given."""
+        info = await self.info(worker)
+        assert info is not None, f"{worker.role} is not in the registry"
+        text = await asyncio.to_thread(_get, f"http://{info.address}/metrics")
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
 
     @property
     def metrics(self) -> list[dict[str, float]]:
         """Rows of metrics.jsonl."""
-        path = self.config.run_dir / "metrics.jsonl"
-        if not path.exists():
-            return []
-        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        return self._records("metrics.jsonl")
+
+    @property
+    def steps(self) -> list[dict[str, float]]:
+        """Those of optimiser steps."""
+        return [row for row in self.metrics if "groups" in row]
 
     @property
     def num_steps(self) -> int:
-        """Steps that metrics.jsonl tells of."""
-        return int(max((row["step"] for row in self.metrics if "loss" in row or "groups" in row), default=0))
+        """The last step that metrics.jsonl tells of."""
+        return int(max((row["step"] for row in self.steps), default=0))
 
-    def end(self) -> None:
-        """Kill what still runs."""
-        for worker in self.workers:
-            if worker.process.poll() is None:
-                worker.process.kill()
-            worker.process.wait()
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """Every group that was trained, in the order of training."""
+        return [sample for sample in self._records("samples.jsonl") if not sample["is_evaluation"]]
+
+    @property
+    def times_trained(self) -> Counter[str]:
+        """Group id -> how often it was in a step."""
+        return Counter(sample["group_id"] for sample in self.samples)
+
+    def _records(self, name: str) -> list[dict[str, Any]]:
+        path = self.config.run_dir / name
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}\n")]
 
     def _tails(self) -> str:
-        return "\n".join(f"--- {worker.role}\n{worker.output[-1500:]}" for worker in self.workers)
+        return "\n".join(worker.tail for worker in self.workers)
 
 
 @asynccontextmanager
@@ -192,6 +266,12 @@ async def running(directory: Path, url: str, name: str, *overrides: str) -> Asyn
     try:
         await run.streams.open()
         yield run
+        run.refuse_crashes()
     finally:
         run.end()
         await redis.aclose()
+
+
+def _get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return str(answer.read().decode())
