@@ -28,13 +28,12 @@ _WARMUP_STEPS = 20
 _MAX_STEPS = 160
 _CALIBRATION_WORDS = 512
 _CHECK_EVERY = 2
-# Exact match at which supervision ends: enough right answers for rewards to differ inside a
-# group, and far below what RL reaches.
+# Enough right answers for rewards to differ inside a group, and far below what RL reaches.
 _ENOUGH = 0.4
 
 
-def cold_start(directory: Path, words: Sequence[str]) -> float:
-    """Train on `words` and save model and tokeniser into `directory`.
+def cold_start(directory: Path, words: Sequence[str], *, enough: float = _ENOUGH) -> float:
+    """Train on `words` until `enough` are right; save model and tokeniser into `directory`.
 
     Returns the exact match on words it was not trained on, with greedy decoding. A check on that
     figure ends the training rather than a number of steps, because rounding differs between
@@ -44,7 +43,7 @@ def cold_start(directory: Path, words: Sequence[str]) -> float:
     calibration, training = answers[:_CALIBRATION_WORDS], answers[_CALIBRATION_WORDS:]
     with _own_randomness():
         model = new_model()
-        accuracy = _train(model, training, calibration)
+        accuracy = _train(model, training, calibration, enough)
     with quiet():
         model.save_pretrained(directory)
         save_tokenizer(directory)
@@ -93,7 +92,7 @@ def exact_match(model: LlamaForCausalLM, rows: Tensor) -> float:
     return float((likeliest == _answers(rows)).all(dim=1).float().mean())
 
 
-def _train(model: LlamaForCausalLM, training: Tensor, calibration: Tensor) -> float:
+def _train(model: LlamaForCausalLM, training: Tensor, calibration: Tensor, enough: float) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / _WARMUP_STEPS))
     accuracy = 0.0
@@ -106,7 +105,7 @@ def _train(model: LlamaForCausalLM, training: Tensor, calibration: Tensor) -> fl
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         warmup.step()
-        if step % _CHECK_EVERY == 0 and (accuracy := exact_match(model, calibration)) >= _ENOUGH:
+        if step % _CHECK_EVERY == 0 and (accuracy := exact_match(model, calibration)) >= enough:
             break
     return accuracy
 

@@ -26,7 +26,7 @@ from pipeline.config import (
 from pipeline.demo.prepare import Prepared
 from pipeline.demo.task import WORD_LENGTH
 
-DEFAULT_STEPS = 60
+DEFAULT_STEPS = 80
 DEFAULT_MAX_STALENESS = 2
 
 
