@@ -75,7 +75,7 @@ async def test_zero_staleness_equals_a_synchronous_loop_bit_for_bit(
     async with running(tmp_path, valkey_url, run_name, *_settings(tmp_path)) as run:
         trainer = run.start_all()
         await _plain_loop(run.config, tmp_path / "plain")
-        assert await run.until_exit(trainer, deadline_s=100) == 0, trainer.output
+        assert await run.until_exit(trainer, deadline_s=100) == [0]
         ledger = await run.ledger()
         assert ledger.trained == NUM_STEPS * 4
         assert all(row["staleness_max"] == 0 for row in run.metrics)

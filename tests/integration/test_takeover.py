@@ -20,6 +20,7 @@ SLOW = (
     *SCRIPTED,
     "generation.scripted.tokens_per_s=32",
     "generation.max_num_seqs=16",
+    "trainer.max_steps=7",
     "scoring.rewards=[{function='tests.integration.rewards:slow'}]",
     "scoring.num_processes=2",
 )
@@ -70,8 +71,8 @@ async def test_groups_of_killed_generators_and_scorers_are_taken_over_and_traine
         assert time.monotonic() - killed_at < 2 * run.config.queues.lease_s
         await run.until_over()
         ledger = await run.ledger()
-        assert (ledger.fed, ledger.trained, ledger.dead, ledger.num_dropped) == (40, 40, 0, 0)
-        each_once(run, 40)
+        assert (ledger.fed, ledger.trained, ledger.dead, ledger.num_dropped) == (28, 28, 0, 0)
+        each_once(run, 28)
 
 
 async def test_late_results_of_stalled_generators_and_scorers_are_refused_and_counted(
@@ -91,8 +92,8 @@ async def test_late_results_of_stalled_generators_and_scorers_are_refused_and_co
         assert (await run.ledger()).refused >= refused + 2
         await run.until_over()
         ledger = await run.ledger()
-        assert (ledger.fed, ledger.trained, ledger.dead) == (40, 40, 0)
-        each_once(run, 40)
+        assert (ledger.fed, ledger.trained, ledger.dead) == (28, 28, 0)
+        each_once(run, 28)
 
 
 async def test_streams_stay_within_admission_while_the_trainer_stands_still(

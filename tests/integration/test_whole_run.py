@@ -12,8 +12,7 @@ async def test_a_run_ends_by_itself_and_every_group_is_accounted_for(
 ) -> None:
     async with running(tmp_path, valkey_url, run_name, *SCRIPTED) as run:
         run.start_all(generators=2, scorers=2)
-        for worker in list(run.workers):
-            assert await run.until_exit(worker) == 0, worker.output
+        await run.until_over()
         ledger = await run.ledger()
         assert ledger.trained == 40
         assert ledger.fed == ledger.trained

@@ -1,0 +1,125 @@
+"""Worker processes for tests: real ones, started by a fork of a process that has done the imports.
+
+In: the words of a `rollstream ROLE` command. Out: a process of its own that runs just that, and the
+file with its output. A start costs milliseconds instead of a second of imports; everything after
+the imports is what the command does.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_IMPORTED = ["pipeline.cli", "pipeline.config_files", "pipeline.learner.scripted", "pipeline.engines.scripted"] + [
+    f"workers.{role}" for role in ("generator", "scorer", "trainer", "exporter")
+]
+
+
+@dataclass(eq=False)
+class Worker:
+    """One process and the file with its output.
+
+    may_fail: it was killed on purpose, or is meant to end with an error.
+    """
+
+    role: str
+    process: ForkServerProcess
+    log: Path
+    may_fail: bool = False
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
+    def code(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+        return self.process.exitcode
+
+    @property
+    def has_crashed(self) -> bool:
+        """Whether it has ended with an error that nobody wanted."""
+        return not self.may_fail and self.code not in {None, 0}
+
+    @property
+    def output(self) -> str:
+        """Everything it has printed."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    @property
+    def tail(self) -> str:
+        """The end of its output, under its name."""
+        return f"--- {self.role} {self.pid}, exit code {self.code}\n{self.output[-1500:]}"
+
+    @property
+    def events(self) -> list[dict[str, object]]:
+        """Its log, parsed; lines that are not JSON are left out."""
+        found = []
+        for line in self.output.splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return [event for event in found if isinstance(event, dict)]
+
+    def events_named(self, name: str) -> list[dict[str, object]]:
+        """The events of one name."""
+        return [event for event in self.events if event.get("event") == name]
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process alone."""
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it with SIGKILL, on purpose; returns when it is dead."""
+        self.may_fail = True
+        self.process.kill()
+        self.process.join()
+
+
+def start_worker(role: str, words: Sequence[str], log: Path, *, may_fail: bool = False) -> Worker:
+    """Run `rollstream ROLE WORDS` with its output in `log`."""
+    process = _forks().Process(target=_be, args=([role, *words], log), daemon=True)
+    process.start()
+    return Worker(role, process, log, may_fail)
+
+
+def _be(words: list[str], log: Path) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for descriptor in (sys.stdout.fileno(), sys.stderr.fileno()):
+        os.dup2(output, descriptor)
+    os.close(output)
+    os.chdir(ROOT)
+    os.environ["ROLLSTREAM_PARENT_PID"] = str(os.getppid())
+    from pipeline.cli import run
+
+    sys.exit(run(words))
+
+
+@functools.cache
+def _forks() -> ForkServerContext:
+    """A process that has imported what workers import, and has no threads."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+    return context
