@@ -1,8 +1,6 @@
-"""Carriers as bytes, and bytes as carriers that can be trusted.
+"""From bytes to carriers, with everything checked that a later stage relies on.
 
-In: the carriers of `pipeline.messages`. Out: msgpack with arrays packed little-endian. A group
-that moves on keeps the bytes of the hop before it, so that nothing is encoded twice. Reading
-validates everything a later stage relies on; what fails raises `MessageError`.
+In: a payload from anywhere. Out: a message, or MessageError that says what is wrong with it.
 """
 
 from __future__ import annotations
@@ -34,16 +32,10 @@ from pipeline.messages import (
     ScoredGroup,
     VersionSpan,
 )
+from pipeline.wire.writing import F32, KINDS, U8, U32
 
 _Fields = Mapping[str, Any]
 _Item = TypeVar("_Item")
-_U32, _F32, _U8 = np.dtype("<u4"), np.dtype("<f4"), np.dtype("u1")
-_KINDS: dict[type[Message], str] = {PromptGroup: "prompt", RolloutGroup: "rollout", ScoredGroup: "scored"}
-
-
-def encode(message: Message) -> bytes:
-    """Bytes of a message; `decode` gives the message back."""
-    return _pack({"schema": SCHEMA_VERSION, "kind": _KINDS[type(message)], "body": _body(message)})
 
 
 def decode(payload: bytes, expected: type[AnyMessage], *, max_bytes: int = 1 << 28) -> AnyMessage:
@@ -58,13 +50,9 @@ def decode(payload: bytes, expected: type[AnyMessage], *, max_bytes: int = 1 << 
     schema = envelope.get("schema")
     if schema != SCHEMA_VERSION:
         raise MessageError(f"schema version {schema!r}, this worker reads {SCHEMA_VERSION}")
-    if envelope.get("kind") != _KINDS[expected]:
-        raise MessageError(f"kind {envelope.get('kind')!r}, expected {_KINDS[expected]!r}")
+    if envelope.get("kind") != KINDS[expected]:
+        raise MessageError(f"kind {envelope.get('kind')!r}, expected {KINDS[expected]!r}")
     return cast(AnyMessage, _checked(_READERS[expected], envelope.get("body"), max_bytes))
-
-
-def _pack(value: object) -> bytes:
-    return cast(bytes, msgpack.packb(value, use_bin_type=True))
 
 
 def _unpack(payload: bytes) -> _Fields:
@@ -86,89 +74,6 @@ def _checked(reader: Callable[[_Fields, int], Message], body: object, max_bytes:
         raise MessageError(f"field {error} is missing") from error
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise MessageError(f"field of the wrong type: {error}") from error
-
-
-# Writing
-
-
-def _body(message: Message) -> dict[str, Any]:
-    match message:
-        case PromptGroup():
-            return _prompt_body(message)
-        case RolloutGroup():
-            return {
-                "prompt": encode(message.prompt),
-                "completions": [_completion_body(completion) for completion in message.completions],
-                "generator": message.generator,
-                "hops": dict(message.hops),
-            }
-        case ScoredGroup():
-            return {
-                "rollout": encode(message.rollout),
-                "scores": [_score_body(score) for score in message.scores],
-                "scorer": message.scorer,
-                "hops": dict(message.hops),
-            }
-
-
-def _prompt_body(group: PromptGroup) -> dict[str, Any]:
-    sampling = group.sampling
-    return {
-        "group_id": group.group_id,
-        "ordinal": group.ordinal,
-        "dataset_index": group.dataset_index,
-        "epoch": group.epoch,
-        "prompt": group.prompt,
-        "prompt_token_ids": _bytes_of(group.prompt_token_ids, _U32),
-        "columns": dict(group.columns),
-        "sampling": {
-            "group_size": sampling.group_size,
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "stop": list(sampling.stop),
-            "seed": sampling.seed,
-            "keep_sampling_mask": sampling.keep_sampling_mask,
-        },
-        "fed_version": group.fed_version,
-        "min_version": group.min_version,
-        "is_evaluation": group.is_evaluation,
-        "hops": dict(group.hops),
-    }
-
-
-def _completion_body(completion: Completion) -> dict[str, Any]:
-    mask = completion.sampling_mask
-    return {
-        "token_ids": _bytes_of(completion.token_ids, _U32),
-        "generator_logprobs": _bytes_of(completion.generator_logprobs, _F32),
-        "loss_mask": _bytes_of(completion.loss_mask, _U8),
-        "spans": [[span.weight_version, span.first_token] for span in completion.spans],
-        "finish_reason": completion.finish_reason.value,
-        "text": completion.text,
-        "sampling_mask": mask and [_bytes_of(mask.kept_ids, _U32), _bytes_of(mask.num_kept, _U32)],
-    }
-
-
-def _score_body(score: Score) -> dict[str, Any]:
-    return {
-        "reward": score.reward,
-        "parts": [[part.name, part.value, part.outcome.value] for part in score.parts],
-        "token_rewards": _optional_bytes_of(score.token_rewards),
-        "teacher_logprobs": _optional_bytes_of(score.teacher_logprobs),
-    }
-
-
-def _bytes_of(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> bytes:
-    return np.ascontiguousarray(array, dtype=dtype).tobytes()
-
-
-def _optional_bytes_of(array: npt.NDArray[np.float32] | None) -> bytes | None:
-    return None if array is None else _bytes_of(array, _F32)
-
-
-# Reading
 
 
 def _require(condition: bool, problem: str) -> None:
@@ -223,7 +128,7 @@ def _read_prompt(fields: _Fields, _max_bytes: int) -> PromptGroup:
         dataset_index=_natural(fields, "dataset_index"),
         epoch=_natural(fields, "epoch"),
         prompt=_read_prompt_text(fields["prompt"]),
-        prompt_token_ids=_array(fields["prompt_token_ids"], _U32, "prompt_token_ids"),
+        prompt_token_ids=_array(fields["prompt_token_ids"], U32, "prompt_token_ids"),
         columns=cast(Mapping[str, Json], _typed(fields["columns"], dict, "columns")),
         sampling=_read_sampling(_typed(fields["sampling"], dict, "sampling")),
         fed_version=_natural(fields, "fed_version"),
@@ -285,9 +190,9 @@ def _read_rollout(fields: _Fields, max_bytes: int) -> RolloutGroup:
 
 def _read_completion(fields: _Fields) -> Completion:
     completion = Completion(
-        token_ids=_array(fields["token_ids"], _U32, "token_ids"),
-        generator_logprobs=_array(fields["generator_logprobs"], _F32, "generator_logprobs"),
-        loss_mask=_array(fields["loss_mask"], _U8, "loss_mask"),
+        token_ids=_array(fields["token_ids"], U32, "token_ids"),
+        generator_logprobs=_array(fields["generator_logprobs"], F32, "generator_logprobs"),
+        loss_mask=_array(fields["loss_mask"], U8, "loss_mask"),
         spans=_read_spans(_list(fields, "spans")),
         finish_reason=FinishReason(fields["finish_reason"]),
         text=_typed(fields["text"], str, "text"),
@@ -326,7 +231,7 @@ def _read_sampling_mask(value: object) -> SamplingMask | None:
     if value is None:
         return None
     kept_ids, num_kept = _typed(value, list, "sampling_mask")
-    return SamplingMask(kept_ids=_array(kept_ids, _U32, "kept_ids"), num_kept=_array(num_kept, _U32, "num_kept"))
+    return SamplingMask(kept_ids=_array(kept_ids, U32, "kept_ids"), num_kept=_array(num_kept, U32, "num_kept"))
 
 
 def _read_scored(fields: _Fields, max_bytes: int) -> ScoredGroup:
@@ -366,7 +271,7 @@ def _read_part(name: object, value: object, outcome: object) -> RewardResult:
 
 
 def _optional_floats(value: object, name: str) -> npt.NDArray[np.float32] | None:
-    return None if value is None else _array(value, _F32, name)
+    return None if value is None else _array(value, F32, name)
 
 
 _READERS: dict[type[Message], Callable[[_Fields, int], Message]] = {
