@@ -98,6 +98,8 @@ class Recovery:
             learner.load_state_dict(await asyncio.to_thread(checkpoint.learner_state))
             step, version, cursor = (_integer(checkpoint.state, name) for name in ("step", "version", "cursor"))
             state = TrainerState(step=step, version=version, cursor=max(fed, cursor))
+            # The trainer may have died after writing it and before saying so.
+            await context.streams.commit(_strings(checkpoint.state, "committed"))
         if known_version is not None:
             state = dataclasses.replace(state, version=max(known_version, state.version) + 1)
         if checkpoint is not None or known_version is not None:
@@ -120,7 +122,12 @@ class Recovery:
         none comes after it. Otherwise the groups stay uncommitted until the next one.
         """
         context = self._context
-        content: dict[str, Json] = {"step": state.step, "version": state.version, "cursor": state.cursor}
+        content: dict[str, Json] = {
+            "step": state.step,
+            "version": state.version,
+            "cursor": state.cursor,
+            "committed": [*state.uncommitted],
+        }
         started = time.monotonic()
         try:
             path = await asyncio.to_thread(self._checkpoints.save, state.step, learner=learner, state=content)
@@ -139,3 +146,9 @@ def _integer(state: Mapping[str, Json], name: str) -> int:
     value = state[name]
     assert isinstance(value, int), f"{name} was saved as an integer"
     return value
+
+
+def _strings(state: Mapping[str, Json], name: str) -> list[str]:
+    value = state[name]
+    assert isinstance(value, list), f"{name} was saved as a list"
+    return [str(item) for item in value]

@@ -153,8 +153,10 @@ class Trainer:
         version = self._state.version
         started = time.monotonic()
         state = await asyncio.to_thread(self._learner.export_weights, version)
-        await asyncio.to_thread(self._publisher.publish, state)
+        # First the number, then the weights: a trainer that dies in between leaves a number that is
+        # never used, not weights whose number its successor would use again.
         await self._context.fleet.set_version(version)
+        await asyncio.to_thread(self._publisher.publish, state)
         self._context.metrics.weight_publish_seconds.observe(time.monotonic() - started)
         self._context.metrics.weight_version.set(version)
         self._context.metrics.weight_bytes_total.inc(state.num_bytes)

@@ -1,0 +1,91 @@
+"""A trainer that is killed and started again: every group's effect is in the surviving weights once.
+
+Scenarios Q2 (trainer) and S6.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from pipeline.keys import Keys
+from tests.integration.harness import SCRIPTED, Run, running
+
+SETTINGS = (
+    *SCRIPTED,
+    "trainer.scripted_step_s=0.2",
+    "trainer.max_steps=12",
+    "checkpoint.every_steps=3",
+    "checkpoint.keep=10",
+)
+
+
+def surviving(run: Run) -> list[dict[str, Any]]:
+    """Samples of the steps that the final weights went through: where a step was done again, the last ones."""
+    last_life: dict[int, list[dict[str, Any]]] = {}
+    before = 0
+    for sample in run.samples:
+        step = sample["step"]
+        if step < before:
+            last_life = {known: rest for known, rest in last_life.items() if known < step}
+        last_life.setdefault(step, []).append(sample)
+        before = step
+    return [sample for step in sorted(last_life) for sample in last_life[step]]
+
+
+def versions_of(samples: list[dict[str, Any]]) -> list[int]:
+    """Every weight version that has sampled a token, in the order of training."""
+    return [version for sample in samples for item in sample["completions"] for version, _ in item["versions"]]
+
+
+async def test_a_trainer_killed_in_mid_step_is_followed_by_one_that_feeds_again_what_no_checkpoint_holds(
+    tmp_path: Path, valkey_url: str, run_name: str
+) -> None:
+    async with running(tmp_path, valkey_url, run_name, *SETTINGS) as run:
+        doomed = run.start_all(generators=2)
+        await run.until_steps(5)
+        doomed.kill()
+        ledger = await run.ledger()
+        assert ledger.uncommitted == ledger.trained - 12 > 0
+        version = await run.fleet.version()
+        assert version is not None
+        num_before = len(run.samples)
+        successor = run.start("trainer")
+        await run.until(lambda: successor.events_named("resumed") != [], "a trainer that resumes")
+        (resumed,) = successor.events_named("resumed")
+        assert resumed["step"] == 3
+        assert resumed["weight_version"] == version + 1
+        await run.until_over()
+        ledger = await run.ledger()
+        assert (ledger.fed, ledger.trained, ledger.uncommitted, ledger.live) == (48, 48, 0, 0)
+        assert Counter(sample["group_id"] for sample in surviving(run)) == {f"{i:08d}": 1 for i in range(48)}
+        # Generators came over without a restart, to weights whose number nobody had before.
+        assert max(versions_of(run.samples[num_before:])) > version
+        assert [row["weight_version"] for row in run.steps[-9:]] == [version + 2 + i for i in range(9)]
+        assert all(row["staleness_max"] >= 0 for row in run.steps)
+
+
+async def test_a_trainer_that_died_between_checkpoint_and_count_trains_nothing_twice(
+    tmp_path: Path, valkey_url: str, run_name: str
+) -> None:
+    async with running(tmp_path, valkey_url, run_name, *SETTINGS, "trainer.max_steps=4") as run:
+        doomed = run.start_all()
+        payloads: dict[str, bytes] = {}
+
+        async def uncommitted() -> bool:
+            payloads.update(await run.streams.uncommitted())
+            return bool(payloads)
+
+        await run.until(uncommitted, "groups that no checkpoint holds yet")
+        await run.until(lambda: doomed.events_named("checkpoint_written") != [], "a checkpoint")
+        doomed.kill()
+        (checkpoint,) = (run.config.run_dir / "checkpoints").glob("step_*")
+        assert payloads.keys() <= set(json.loads((checkpoint / "state.json").read_text())["committed"])
+        # As if it had died a moment earlier: the checkpoint is there, and Redis does not know.
+        await run.redis.hset(Keys(run_name).uncommitted, mapping=dict(payloads))
+        run.start("trainer")
+        await run.until_over()
+        assert (await run.ledger()).uncommitted == 0
+        assert set(run.times_trained.values()) == {1}
