@@ -22,6 +22,8 @@ wrong, the value, the way out), and add it to the tree above.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 
 class RollstreamError(Exception):
     """Base of everything raised on purpose. `exit_code` is what a process ends with."""
@@ -89,3 +91,9 @@ class DiskFullError(CheckpointError):
 
 class EngineError(RollstreamError):
     """A generation engine could not complete a group."""
+
+
+def few(names: Collection[str]) -> str:
+    """Up to three of the names, in order, for a message."""
+    shown = sorted(names)[:3]
+    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if shown else "none"

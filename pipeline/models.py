@@ -1,32 +1,28 @@
-"""The policy as a Hugging Face model: loading, exporting its weights, replacing them in place.
+"""The policy as a Hugging Face model: its files, its tokenizer, its adapter.
 
-In: `[model]` and `[lora]`. Out: a model, its tokenizer, and its weights as host tensors. Nothing
-is ever replaced before every name, shape and type of the new weights has been checked.
+In: `[model]` and `[lora]`. Out: a model and a tokenizer, or a `ModelError` that names the setting
+and the way out. Nothing is printed while transformers loads.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import xxhash
 
 from pipeline.config import LoraSettings, ModelSettings
-from pipeline.errors import ConfigError, ModelError, WeightError
-from pipeline.weights import HostTensor, WeightKind, WeightState
+from pipeline.errors import ConfigError, ModelError, few
+from pipeline.model_weights import ADAPTER_MARK, dtype_named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-Staged: TypeAlias = list[tuple[torch.nn.Parameter, torch.Tensor]]
-
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
-_ADAPTER_MARK = ".lora_"
 
 
 def resolve_device(name: str, *, setting: str = "generation.device") -> torch.device:
@@ -46,7 +42,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """The precision behind a setting; "auto" is bfloat16 on a GPU and float32 elsewhere."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return _dtype(name)
+    return dtype_named(name)
 
 
 def load_model(
@@ -120,65 +116,6 @@ def context_length(model: ModelSettings, config: PreTrainedConfig) -> int:
     return model.max_context or own or 0
 
 
-def weight_kind(model: torch.nn.Module) -> WeightKind:
-    """What travels for this model: the adapter where it has one, else everything."""
-    return WeightKind.ADAPTER if hasattr(model, "peft_config") else WeightKind.SNAPSHOT
-
-
-def export_weights(
-    model: torch.nn.Module, *, kind: WeightKind | None = None, dtype: torch.dtype | None = None
-) -> dict[str, HostTensor]:
-    """One copy of the weights in host memory; tied tensors once, under their first name.
-
-    kind: defaults to `weight_kind(model)`. dtype: convert to it; None keeps each tensor's own.
-    """
-    return {
-        name: _to_host(parameter, dtype) for name, parameter in _travelling(model, kind or weight_kind(model)).items()
-    }
-
-
-def stage_weights(model: torch.nn.Module, state: WeightState) -> Staged:
-    """Pair every tensor of `state` with the parameter it replaces, and check all of them.
-
-    Changes nothing. Raises WeightError: another kind, missing or unknown names, another shape,
-    fewer bytes than the shape needs, or a type that is no floating-point type.
-    """
-    if state.kind is not weight_kind(model):
-        raise WeightError(f"weights are of kind {state.kind.value}, the model takes {weight_kind(model).value}")
-    targets = _travelling(model, state.kind)
-    missing, unknown = targets.keys() - state.tensors.keys(), state.tensors.keys() - targets.keys()
-    if missing or unknown:
-        raise WeightError(f"weights do not fit the model: missing {_few(missing)}, unknown {_few(unknown)}")
-    return [(target, _from_host(name, state.tensors[name], target)) for name, target in targets.items()]
-
-
-def apply_staged(staged: Staged) -> None:
-    """Copy staged tensors into their parameters, in place; rounds to the parameter's precision."""
-    with torch.no_grad():
-        for target, source in staged:
-            target.copy_(source)
-
-
-def apply_weights(model: torch.nn.Module, state: WeightState) -> None:
-    """Replace the model's weights in place. Raises WeightError before anything is changed."""
-    apply_staged(stage_weights(model, state))
-
-
-def state_checksum(model: torch.nn.Module) -> str:
-    """xxh3-128 over names, types, shapes and bytes of all that `export_weights` gives."""
-    return tensors_checksum(export_weights(model))
-
-
-def tensors_checksum(tensors: Mapping[str, HostTensor]) -> str:
-    """xxh3-128 over names, types, shapes and bytes, in the order of the names."""
-    digest = xxhash.xxh3_128()
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
-        digest.update(tensor.data)
-    return digest.hexdigest()
-
-
 def _load_pretrained(model: ModelSettings, dtype: torch.dtype) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
@@ -200,7 +137,7 @@ def _load_pretrained(model: ModelSettings, dtype: torch.dtype) -> torch.nn.Modul
     loaded, info = answer
     if info["missing_keys"]:
         raise ModelError(
-            f"model.path = {model.path!r} lacks weights for {_few(info['missing_keys'])}; it is no complete checkpoint"
+            f"model.path = {model.path!r} lacks weights for {few(info['missing_keys'])}; it is no complete checkpoint"
         )
     return cast(torch.nn.Module, loaded)
 
@@ -223,63 +160,19 @@ def _with_adapter(model: torch.nn.Module, lora: LoraSettings, seed: int) -> torc
         except ValueError as error:
             raise ModelError(
                 f"lora.target_modules = {lora.target_modules} names no module of this model; "
-                f'use ["all-linear"] or names such as {_few(_linear_names(model))}'
+                f'use ["all-linear"] or names such as {few(_linear_names(model))}'
             ) from error
     return cast(torch.nn.Module, wrapped)
 
 
 def _set_adapter_trainable(model: torch.nn.Module, *, trainable: bool) -> None:
     for name, parameter in model.named_parameters():
-        if _ADAPTER_MARK in name:
+        if ADAPTER_MARK in name:
             parameter.requires_grad_(trainable)
 
 
 def _linear_names(model: torch.nn.Module) -> set[str]:
     return {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-
-
-def _travelling(model: torch.nn.Module, kind: WeightKind) -> dict[str, torch.nn.Parameter]:
-    """Parameters that are sent; `named_parameters` gives a tied one under its first name only."""
-    return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if kind is WeightKind.SNAPSHOT or _ADAPTER_MARK in name
-    }
-
-
-def _to_host(parameter: torch.Tensor, dtype: torch.dtype | None) -> HostTensor:
-    host = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device="cpu")
-    host.copy_(parameter.detach())
-    return HostTensor(
-        dtype=str(host.dtype).removeprefix("torch."),
-        shape=tuple(host.shape),
-        data=host.reshape(-1).view(torch.uint8).numpy().data,
-    )
-
-
-def _from_host(name: str, tensor: HostTensor, target: torch.nn.Parameter) -> torch.Tensor:
-    if tensor.shape != tuple(target.shape):
-        raise WeightError(f"{name} has shape {tensor.shape}, the model's has {tuple(target.shape)}")
-    try:
-        dtype = _dtype(tensor.dtype)
-    except ConfigError as error:
-        raise WeightError(f"{name} has the type {tensor.dtype!r}") from error
-    if dtype.is_floating_point != target.dtype.is_floating_point:
-        raise WeightError(f"{name} has the type {tensor.dtype}, the model's has {target.dtype}")
-    if tensor.data.nbytes != target.numel() * dtype.itemsize:
-        raise WeightError(f"{name} has {tensor.data.nbytes} bytes, its shape needs {target.numel() * dtype.itemsize}")
-    if not tensor.data.nbytes:
-        return torch.empty(tensor.shape, dtype=dtype)
-    # torch refuses to share read-only memory without a warning, so such tensors are copied once.
-    buffer = bytearray(tensor.data) if tensor.data.readonly else tensor.data
-    return torch.frombuffer(buffer, dtype=dtype).reshape(tensor.shape)
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"{name!r} is no tensor type of torch")
-    return dtype
 
 
 def _check_files(model: ModelSettings, patterns: tuple[str, ...], what: str) -> None:
@@ -313,11 +206,6 @@ def quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
         if has_bars:
             bars.enable_progress_bar()
-
-
-def _few(names: set[str] | frozenset[str] | list[str]) -> str:
-    shown = sorted(names)[:3]
-    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if shown else "none"
 
 
 def _short(error: Exception) -> str:

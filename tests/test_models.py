@@ -13,19 +13,8 @@ from transformers import MistralConfig, MistralForCausalLM
 from pipeline.config import LoraSettings, ModelSettings
 from pipeline.engines.architecture import check_architecture, end_token_ids
 from pipeline.errors import ConfigError, ModelError
-from pipeline.models import (
-    apply_weights,
-    context_length,
-    export_weights,
-    load_config,
-    load_model,
-    load_tokenizer,
-    resolve_device,
-    resolve_dtype,
-    state_checksum,
-    tensors_checksum,
-    weight_kind,
-)
+from pipeline.model_weights import apply_weights, export_weights, state_checksum, tensors_checksum, weight_kind
+from pipeline.models import context_length, load_config, load_model, load_tokenizer, resolve_device, resolve_dtype
 from pipeline.weights import HostTensor, WeightKind, WeightState
 from tests.tiny import make_tiny_model, make_tokenizer
 

@@ -23,7 +23,7 @@ from pipeline.engines.rows import Bools, GroupTask, Rows
 from pipeline.engines.sampling import Draw, RowSampling, draw
 from pipeline.errors import EngineError, WeightError
 from pipeline.messages import Completion, FinishReason
-from pipeline.models import Staged, apply_staged
+from pipeline.model_weights import Staged, apply_staged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,15 +21,8 @@ from pipeline.engines.decoding import Decoder, Outcome
 from pipeline.engines.rows import GroupTask
 from pipeline.errors import EngineError
 from pipeline.messages import Completion, PromptGroup
-from pipeline.models import (
-    Staged,
-    context_length,
-    load_model,
-    load_tokenizer,
-    resolve_device,
-    resolve_dtype,
-    stage_weights,
-)
+from pipeline.model_weights import Staged, stage_weights
+from pipeline.models import context_length, load_model, load_tokenizer, resolve_device, resolve_dtype
 from pipeline.weights import WeightState
 
 if TYPE_CHECKING:

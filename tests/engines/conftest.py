@@ -11,7 +11,8 @@ import torch
 from pipeline.config import GenerationSettings, LoraSettings, ModelSettings
 from pipeline.engines.transformers import TransformersEngine
 from pipeline.messages import Completion, PromptGroup, SamplingParams
-from pipeline.models import export_weights, load_model, weight_kind
+from pipeline.model_weights import export_weights, weight_kind
+from pipeline.models import load_model
 from pipeline.weights import WeightState
 from tests.tiny import make_tiny_model
 

@@ -1,0 +1,124 @@
+"""The weights of a model as host tensors, and back into the model in place.
+
+In: a Hugging Face model, or a `WeightState` for it. Out: host tensors, or the model with new
+weights. Nothing is ever replaced before every name, shape and type has been checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import torch
+import xxhash
+
+from pipeline.errors import ConfigError, WeightError, few
+from pipeline.weights import HostTensor, WeightKind, WeightState
+
+Staged: TypeAlias = list[tuple[torch.nn.Parameter, torch.Tensor]]
+
+ADAPTER_MARK = ".lora_"
+
+
+def weight_kind(model: torch.nn.Module) -> WeightKind:
+    """What travels for this model: the adapter where it has one, else everything."""
+    return WeightKind.ADAPTER if hasattr(model, "peft_config") else WeightKind.SNAPSHOT
+
+
+def export_weights(
+    model: torch.nn.Module, *, kind: WeightKind | None = None, dtype: torch.dtype | None = None
+) -> dict[str, HostTensor]:
+    """One copy of the weights in host memory; tied tensors once, under their first name.
+
+    kind: defaults to `weight_kind(model)`. dtype: convert to it; None keeps each tensor's own.
+    """
+    return {
+        name: _to_host(parameter, dtype) for name, parameter in _travelling(model, kind or weight_kind(model)).items()
+    }
+
+
+def stage_weights(model: torch.nn.Module, state: WeightState) -> Staged:
+    """Pair every tensor of `state` with the parameter it replaces, and check all of them.
+
+    Changes nothing. Raises WeightError: another kind, missing or unknown names, another shape,
+    fewer bytes than the shape needs, or a type that is no floating-point type.
+    """
+    if state.kind is not weight_kind(model):
+        raise WeightError(f"weights are of kind {state.kind.value}, the model takes {weight_kind(model).value}")
+    targets = _travelling(model, state.kind)
+    missing, unknown = targets.keys() - state.tensors.keys(), state.tensors.keys() - targets.keys()
+    if missing or unknown:
+        raise WeightError(f"weights do not fit the model: missing {few(missing)}, unknown {few(unknown)}")
+    return [(target, _from_host(name, state.tensors[name], target)) for name, target in targets.items()]
+
+
+def apply_staged(staged: Staged) -> None:
+    """Copy staged tensors into their parameters, in place; rounds to the parameter's precision."""
+    with torch.no_grad():
+        for target, source in staged:
+            target.copy_(source)
+
+
+def apply_weights(model: torch.nn.Module, state: WeightState) -> None:
+    """Replace the model's weights in place. Raises WeightError before anything is changed."""
+    apply_staged(stage_weights(model, state))
+
+
+def state_checksum(model: torch.nn.Module) -> str:
+    """xxh3-128 over names, types, shapes and bytes of all that `export_weights` gives."""
+    return tensors_checksum(export_weights(model))
+
+
+def tensors_checksum(tensors: Mapping[str, HostTensor]) -> str:
+    """xxh3-128 over names, types, shapes and bytes, in the order of the names."""
+    digest = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
+        digest.update(tensor.data)
+    return digest.hexdigest()
+
+
+def _travelling(model: torch.nn.Module, kind: WeightKind) -> dict[str, torch.nn.Parameter]:
+    """Parameters that are sent; `named_parameters` gives a tied one under its first name only."""
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if kind is WeightKind.SNAPSHOT or ADAPTER_MARK in name
+    }
+
+
+def _to_host(parameter: torch.Tensor, dtype: torch.dtype | None) -> HostTensor:
+    host = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device="cpu")
+    host.copy_(parameter.detach())
+    return HostTensor(
+        dtype=str(host.dtype).removeprefix("torch."),
+        shape=tuple(host.shape),
+        data=host.reshape(-1).view(torch.uint8).numpy().data,
+    )
+
+
+def _from_host(name: str, tensor: HostTensor, target: torch.nn.Parameter) -> torch.Tensor:
+    if tensor.shape != tuple(target.shape):
+        raise WeightError(f"{name} has shape {tensor.shape}, the model's has {tuple(target.shape)}")
+    try:
+        dtype = dtype_named(tensor.dtype)
+    except ConfigError as error:
+        raise WeightError(f"{name} has the type {tensor.dtype!r}") from error
+    if dtype.is_floating_point != target.dtype.is_floating_point:
+        raise WeightError(f"{name} has the type {tensor.dtype}, the model's has {target.dtype}")
+    if tensor.data.nbytes != target.numel() * dtype.itemsize:
+        raise WeightError(f"{name} has {tensor.data.nbytes} bytes, its shape needs {target.numel() * dtype.itemsize}")
+    if not tensor.data.nbytes:
+        return torch.empty(tensor.shape, dtype=dtype)
+    # torch refuses to share read-only memory without a warning, so such tensors are copied once.
+    buffer = bytearray(tensor.data) if tensor.data.readonly else tensor.data
+    return torch.frombuffer(buffer, dtype=dtype).reshape(tensor.shape)
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """torch's type of this name. Raises ConfigError."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"{name!r} is no tensor type of torch")
+    return dtype
