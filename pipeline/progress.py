@@ -52,28 +52,13 @@ class Progress:
         dropped: Counter[DropReason],
     ) -> None:
         """One optimiser step is done. trainer_version: of the weights that were trained, before the step."""
-        now = time.monotonic()
-        tokens = sum(len(completion) for group in groups for completion in group.rollout.completions)
-        wall_s = now - self._last_step_at
-        self._last_step_at = now
-        row = {
-            **metrics,
-            "weight_version": float(state.version),
-            "groups": float(len(groups)),
-            "trained_tokens": float(tokens),
-            "step_s": step_s,
-            "waited_s": waited_s,
-            "wall_s": wall_s,
-            "run_s": now - self._started,
-            "tokens_per_s": tokens / max(wall_s, 1e-9),
-            **{f"dropped_{reason.value}": float(count) for reason, count in dropped.items()},
-        }
+        row = self._row(state, groups, metrics, waited_s=waited_s, step_s=step_s, dropped=dropped)
         self._recorder.metrics(state.step, row)
         self._recorder.samples(state.step, groups[: self._config.tracking.samples_per_step])
         for tracker in self._trackers:
             tracker.log(state.step, row)
         self._observe(state, groups, row, trainer_version, dropped)
-        limit = "generation or scoring" if waited_s > _WAITING_SHARE * wall_s else "training"
+        limit = "generation or scoring" if waited_s > _WAITING_SHARE * row["wall_s"] else "training"
         self._context.set_status(
             step=state.step,
             reward_mean=row.get("reward_mean"),
@@ -91,6 +76,33 @@ class Progress:
             limited_by=limit,
         )
 
+    def _row(
+        self,
+        state: TrainerState,
+        groups: Sequence[ScoredGroup],
+        metrics: Mapping[str, float],
+        *,
+        waited_s: float,
+        step_s: float,
+        dropped: Mapping[DropReason, int],
+    ) -> dict[str, float]:
+        """What the learner says of the step, and what only the loop knows."""
+        now = time.monotonic()
+        wall_s, self._last_step_at = now - self._last_step_at, now
+        tokens = sum(len(completion) for group in groups for completion in group.rollout.completions)
+        return {
+            **metrics,
+            "weight_version": float(state.version),
+            "groups": float(len(groups)),
+            "tokens": float(tokens),
+            "step_s": step_s,
+            "waited_s": waited_s,
+            "wall_s": wall_s,
+            "run_s": now - self._started,
+            "tokens_per_s": tokens / max(wall_s, 1e-9),
+            **{f"dropped_{reason.value}": float(count) for reason, count in dropped.items()},
+        }
+
     def _observe(
         self,
         state: TrainerState,
@@ -106,8 +118,8 @@ class Progress:
         metrics.idle_seconds_total.labels(cause="no_input").inc(row["waited_s"])
         metrics.groups_in_total.inc(len(groups))
         metrics.groups_out_total.inc(len(groups))
-        metrics.tokens_in_total.inc(row["trained_tokens"])
-        metrics.tokens_out_total.inc(row["trained_tokens"])
+        metrics.tokens_in_total.inc(row["tokens"])
+        metrics.tokens_out_total.inc(row["tokens"])
         metrics.nonfinite_tokens_total.inc(row.get("nonfinite_tokens", 0.0))
         metrics.masked_tokens_total.inc(row.get("masked_tokens", 0.0))
         for name in _GAUGES:

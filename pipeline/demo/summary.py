@@ -42,7 +42,7 @@ def summarise(
         "reward_first": steps[0]["reward_mean"],
         "reward_last": steps[-1]["reward_mean"],
         "rl_wall_s": round(rl_wall_s, 1),
-        "tokens_generated": int(max(sum(generated), sum(row["trained_tokens"] for row in steps))),
+        "tokens_generated": int(max(sum(generated), sum(row["tokens"] for row in steps))),
         "staleness_mean": statistics.fmean(row["staleness_mean"] for row in steps),
         "staleness_max": max(row["staleness_max"] for row in steps),
         "max_staleness": config.staleness.max_staleness,
