@@ -18,7 +18,7 @@ from pipeline.feeder import Feeder
 from pipeline.filters import is_nonfinite, is_unscored, is_zero_variance
 from pipeline.keys import Stream
 from pipeline.messages import ScoredGroup
-from pipeline.staleness import assess
+from pipeline.staleness import version_range
 from pipeline.streams import DropReason, Lease, LeaseKeeper, Streams
 from pipeline.wire import decode, encode
 
@@ -27,22 +27,30 @@ _CLAIM_WAIT_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeldGroup:
-    """A scored group and the lease under which it is held."""
+    """A scored group and the lease under which it is held.
+
+    versions: oldest and newest of its tokens. flaw: why it may never be trained, whatever its age.
+    """
 
     lease: Lease
     group: ScoredGroup
+    versions: tuple[int, int]
+    flaw: DropReason | None
 
     @property
-    def order(self) -> tuple[int, str]:
-        """Oldest first."""
-        return (self.group.rollout.prompt.ordinal, self.lease.group_id)
+    def order(self) -> tuple[int, int, str]:
+        """Those whose tokens are oldest go first, then those that were fed first."""
+        return (self.versions[0], self.group.rollout.prompt.ordinal, self.lease.group_id)
 
 
 class Collector:
     """Prefetches scored groups and makes batches of them.
 
-    max_held: groups leased at once: the batch in the step and the next one.
-    on_evaluation: receives the groups that are not for training.
+    It holds all groups that admission lets live, so that one that came late can still be trained
+    in its turn instead of growing stale behind younger ones.
+
+    on_evaluation: receives the groups that are not for training. on_dead: is told of each group
+    that was set aside, and why.
     """
 
     def __init__(
@@ -56,25 +64,27 @@ class Collector:
         staleness: StalenessSettings,
         algorithm: AlgorithmSettings,
         on_evaluation: Callable[[ScoredGroup], None],
+        on_dead: Callable[[Lease, str], None],
     ) -> None:
         self._streams = streams
         self._keeper = keeper
         self._feeder = feeder
         self._groups_per_step = groups_per_step
+        self._max_held = max(2, staleness.max_staleness + 1) * groups_per_step
         self._max_payload_bytes = max_payload_bytes
         self._staleness = staleness
         self._algorithm = algorithm
         self._on_evaluation = on_evaluation
+        self._on_dead = on_dead
         self._held: list[HeldGroup] = []
         self._num_in_step = 0
         self._changed = asyncio.Event()
         self.dropped: Counter[DropReason] = Counter()
-        self.num_dead = 0
 
     async def run(self) -> None:
         """Claim for ever, as far as there is room."""
         while True:
-            room = 2 * self._groups_per_step - len(self._held) - self._num_in_step
+            room = self._max_held - len(self._held) - self._num_in_step
             if room <= 0:
                 self._changed.clear()
                 await self._changed.wait()
@@ -89,8 +99,7 @@ class Collector:
         try:
             group = decode(lease.payload, ScoredGroup, max_bytes=self._max_payload_bytes)
         except MessageError as error:
-            self._keeper.drop([lease])
-            self.num_dead += await self._streams.dead_letter(lease, str(error))
+            await self._set_aside(lease, str(error))
             return
         if group.rollout.prompt.is_evaluation:
             self._on_evaluation(group)
@@ -99,24 +108,40 @@ class Collector:
             return
         # One that was lost and has come back takes the place of what was held before.
         self._held = [held for held in self._held if held.lease.entry_id != lease.entry_id]
-        self._held.append(HeldGroup(lease=lease, group=group))
+        fed_version = group.rollout.prompt.fed_version
+        versions = version_range(group) or (fed_version, fed_version)
+        self._held.append(HeldGroup(lease=lease, group=group, versions=versions, flaw=self._flaw(group)))
+
+    def _flaw(self, group: ScoredGroup) -> DropReason | None:
+        if is_unscored(group):
+            return DropReason.UNSCORED
+        if is_nonfinite(group):
+            return DropReason.NONFINITE
+        if self._algorithm.drop_zero_variance and is_zero_variance(group):
+            return DropReason.ZERO_VARIANCE
+        return None
+
+    async def _set_aside(self, lease: Lease, reason: str) -> None:
+        self._keeper.drop([lease])
+        if await self._streams.dead_letter(lease, reason):
+            self._on_dead(lease, reason)
 
     async def next_batch(self, version: int, *, on_wait: Callable[[], None] = lambda: None) -> list[HeldGroup]:
         """The next groups to train at `version`, oldest first.
 
         Fewer than groups_per_step, or none, where the data has ended and nothing more can come.
-        Raises RunStalledError when the filters leave nothing over max_refill batches.
+        Raises RunStalledError when the filters take max_refill batches' worth of groups for one batch.
         """
         num_filtered = 0
         while True:
             self._changed.clear()
             num_filtered += await self._filter(version)
-            self._refuse_to_starve(num_filtered)
             if len(self._held) >= self._groups_per_step or await self._nothing_more_comes():
                 batch = sorted(self._held, key=lambda held: held.order)[: self._groups_per_step]
                 self._held = [held for held in self._held if held not in batch]
                 self._num_in_step = len(batch)
                 return batch
+            self._refuse_to_starve(num_filtered)
             on_wait()
             try:
                 async with asyncio.timeout(_CLAIM_WAIT_S):
@@ -136,9 +161,16 @@ class Collector:
     async def _filter(self, version: int) -> int:
         """Drop what may not be trained at `version`. Returns how many groups that were."""
         self._held = [held for held in self._held if not self._keeper.is_lost(held.lease)]
+        for held in [held for held in self._held if held.versions[1] > version]:
+            self._held.remove(held)
+            await self._set_aside(
+                held.lease,
+                f"a token was sampled by weight version {held.versions[1]}, but the trainer is at {version}: "
+                "its generator follows another trainer",
+            )
         by_reason: dict[DropReason, list[HeldGroup]] = {}
         for held in self._held:
-            reason = self._drop_reason(held.group, version)
+            reason = self._drop_reason(held, version)
             if reason is not None:
                 by_reason.setdefault(reason, []).append(held)
         for reason, dropped in by_reason.items():
@@ -150,26 +182,22 @@ class Collector:
             self._held = [held for held in self._held if held not in dropped]
         return sum(len(dropped) for dropped in by_reason.values())
 
-    def _drop_reason(self, group: ScoredGroup, version: int) -> DropReason | None:
+    def _drop_reason(self, held: HeldGroup, version: int) -> DropReason | None:
         """Why the group may not be trained at `version`; None when it may."""
-        if is_unscored(group):
-            return DropReason.UNSCORED
-        if is_nonfinite(group):
-            return DropReason.NONFINITE
-        if not assess(group, version, self._staleness).keep:
+        is_over = version - held.versions[0] > self._staleness.max_staleness
+        if is_over and self._staleness.policy == "drop" and held.flaw in {None, DropReason.ZERO_VARIANCE}:
             return DropReason.STALE
-        if self._algorithm.drop_zero_variance and is_zero_variance(group):
-            return DropReason.ZERO_VARIANCE
-        return None
+        return held.flaw
 
     def _refuse_to_starve(self, num_filtered: int) -> None:
-        most = self._algorithm.max_refill * self._groups_per_step
-        if num_filtered < most or self._held:
+        if num_filtered < self._algorithm.max_refill * self._groups_per_step:
             return
         reasons = ", ".join(f"{reason.value}: {count}" for reason, count in self.dropped.items())
         raise RunStalledError(
-            f"{num_filtered} groups in a row were filtered and none was left to train ({reasons}). "
-            "Look at the rewards with `rollstream rollouts tail`; algorithm.max_refill sets how long to go on."
+            f"{num_filtered} groups were filtered for one step and only {len(self._held)} of "
+            f"{self._groups_per_step} are left to train (dropped so far: {reasons}). Look at the rewards: prompts "
+            "that are too easy or too hard, or a reward that fails, teach nothing. "
+            f"algorithm.max_refill = {self._algorithm.max_refill} sets after how many batches' worth to give up"
         )
 
     async def _nothing_more_comes(self) -> bool:

@@ -19,7 +19,7 @@ from pipeline.messages import ScoredGroup
 from pipeline.recorder import Recorder
 from pipeline.recovery import TrainerState
 from pipeline.staleness import assess
-from pipeline.streams import DropReason
+from pipeline.streams import DropReason, Lease
 from pipeline.tracking import create_trackers
 
 _WAITING_SHARE = 0.2
@@ -152,6 +152,11 @@ class Progress:
             prompts=report.num_groups,
             **{name: _rounded(value) for name, value in report.rewards.items()},
         )
+
+    def dead_letter(self, lease: Lease, reason: str) -> None:
+        """A scored group that cannot be read or trained was set aside."""
+        self._context.log.warning("dead_letter", group_id=lease.group_id, reason=reason)
+        self._context.metrics.dead_letters_total.labels(stage=lease.stream.value).inc()
 
     def close(self) -> None:
         """Flush records and trackers."""

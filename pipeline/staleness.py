@@ -75,6 +75,13 @@ def assess(group: ScoredGroup, trainer_version: int, settings: StalenessSettings
     )
 
 
+def version_range(group: ScoredGroup) -> tuple[int, int] | None:
+    """Oldest and newest version among the tokens that the policy wrote; None where it wrote none."""
+    written = [item.token_versions[item.loss_mask != 0] for item in group.rollout.completions]
+    versions = np.concatenate(written) if written else np.zeros(0, dtype=np.int64)
+    return (int(versions.min()), int(versions.max())) if len(versions) else None
+
+
 def _ages(group: ScoredGroup, completion: Completion, trainer_version: int) -> Ages:
     ages = trainer_version - completion.token_versions  # [T]
     if len(ages) and ages.min() < 0:

@@ -58,6 +58,7 @@ class Trainer:
             staleness=config.staleness,
             algorithm=config.algorithm,
             on_evaluation=self._evaluator.receive,
+            on_dead=self._progress.dead_letter,
         )
         self._state = TrainerState(step=0, version=0, cursor=0)
         self._slots_freed = asyncio.Event()
