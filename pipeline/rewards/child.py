@@ -70,7 +70,7 @@ def _answer(function: RewardFunction, frame: frames.Frame, runner: asyncio.Runne
             returned = runner.run(_awaited(returned))
         return {"values": _values(returned, len(frame["texts"]))}
     except BadReturnError as error:
-        return {"error": str(error), "detail": ""}
+        return {"error": str(error), "detail": "", "is_shape": True}
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever user code raises is an answer
         detail = traceback.format_exc()[-_MAX_DETAIL_CHARS:]
         return {"error": f"{type(error).__name__}: {error}{place_of(error)}", "detail": detail}

@@ -24,6 +24,8 @@ from pipeline.rewards.loading import Reward, name_rewards, order
 from pipeline.rewards.process import ProcessDiedError, RewardProcess
 
 _START_DELAYS_S = (0.0, 1.0, 5.0)
+# A function that returned nothing usable in its first calls is no reward function at all.
+_MOST_USELESS_CALLS = 3
 _log = structlog.get_logger()
 
 
@@ -39,6 +41,7 @@ class RewardStats:
     seconds: float = 0.0
     errors: int = 0
     timeouts: int = 0
+    useless: int = 0
     num_zeros: int = 0
     outcomes: Counter[Outcome] = field(default_factory=Counter)
 
@@ -78,7 +81,8 @@ class RewardPool:
     async def score(self, rollout: RolloutGroup) -> tuple[Score, ...]:
         """One score for each completion, in their order. Other calls run at the same time.
 
-        Raises RewardLoadError when no reward process can be started any more.
+        Raises RewardLoadError when no reward process can be started any more, or when a function
+        has never returned what a reward function returns.
         """
         frame = _call_frame(rollout)
         try:
@@ -123,11 +127,22 @@ class RewardPool:
         return self._results(reward, reply, num_completions)
 
     def _results(self, reward: Reward, reply: frames.Frame, num_completions: int) -> list[RewardResult]:
+        self._refuse_useless(reward, reply)
         if "error" in reply:
             return self._failed(reward, Outcome.ERROR, num_completions, reply["error"], reply["detail"])
         results = [self._result(reward, value) for value in reply["values"]]
         self._count(reward, results)
         return results
+
+    def _refuse_useless(self, reward: Reward, reply: frames.Frame) -> None:
+        """A return of the wrong shape, or of no number at all, is a mistake that someone must mend."""
+        wrong = [value["error"] for value in reply.get("values", ()) if isinstance(value, dict)]
+        is_useless = "is_shape" in reply or 0 < len(wrong) == len(reply.get("values", ()))
+        stats = self.stats[reward.name]
+        stats.useless += is_useless
+        if is_useless and stats.useless == stats.calls >= _MOST_USELESS_CALLS:
+            problem = reply["error"] if "error" in reply else wrong[0]
+            raise RewardLoadError(f"scoring.rewards: {reward.name} {problem}")
 
     def _result(self, reward: Reward, value: Any) -> RewardResult:
         if value is None:

@@ -10,6 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from pipeline.errors import RollstreamError
+from pipeline.errors import RewardLoadError
 from pipeline.messages import Outcome
 from tests.rewards.pools import reward, rewards_of, rollout, running_pool, until_busy
 
@@ -134,6 +135,23 @@ async def test_a_return_of_the_wrong_shape_is_an_error_for_the_whole_group(what:
             scores = await pool.score(rollout("a", "b", columns={"what": what}))
     assert [score.parts[0].outcome for score in scores] == [Outcome.ERROR, Outcome.ERROR]
     assert problem in logs[0]["problem"]
+
+
+async def test_a_function_that_never_returned_what_a_reward_returns_is_refused() -> None:
+    async with running_pool(reward("returns_what_is_asked")) as pool:
+        wrong = rollout("a", "b", columns={"what": "too_many"})
+        for _ in range(2):
+            await pool.score(wrong)
+        with pytest.raises(RewardLoadError, match=r"scoring\.rewards: returns_what_is_asked returned 3 values for 2"):
+            await pool.score(wrong)
+
+
+async def test_a_function_that_was_right_once_is_never_refused() -> None:
+    async with running_pool(reward("returns_what_is_asked")) as pool:
+        await pool.score(rollout("a", "b", columns={"what": "nan"}))
+        for _ in range(4):
+            scores = await pool.score(rollout("a", "b", columns={"what": "too_many"}))
+            assert [score.parts[0].outcome for score in scores] == [Outcome.ERROR, Outcome.ERROR]
 
 
 @pytest.mark.parametrize("what", ["nan", "inf", "huge", "text"])
