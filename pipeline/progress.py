@@ -39,6 +39,7 @@ class Progress:
         self._started = time.monotonic()
         self._last_step_at = self._started
         self._dropped: Counter[DropReason] = Counter()
+        self._num_skipped = 0
 
     def step(
         self,
@@ -100,6 +101,7 @@ class Progress:
             "wall_s": wall_s,
             "run_s": now - self._started,
             "tokens_per_s": tokens / max(wall_s, 1e-9),
+            "prompts_skipped": float(self._num_skipped),
             **{f"dropped_{reason.value}": float(count) for reason, count in dropped.items()},
         }
 
@@ -152,6 +154,16 @@ class Progress:
             prompts=report.num_groups,
             **{name: _rounded(value) for name, value in report.rewards.items()},
         )
+
+    def prompts_skipped(self, number: int, max_prompt_tokens: int) -> None:
+        """So many prompts, in all, were passed over because they are too long."""
+        if number == self._num_skipped:
+            return
+        if self._num_skipped == 0:
+            self._context.log.warning("prompts_skipped", max_prompt_tokens=max_prompt_tokens, so_far=number)
+        self._context.metrics.prompts_skipped_total.inc(number - self._num_skipped)
+        self._context.set_status(prompts_skipped=number)
+        self._num_skipped = number
 
     def dead_letter(self, lease: Lease, reason: str) -> None:
         """A scored group that cannot be read or trained was set aside."""

@@ -74,7 +74,8 @@ class Recovery:
         context = self._context
         path = context.config.run_dir / "run.json"
         ours = json.loads(path.read_text())["run_id"] if path.exists() else None
-        has_been_fed = (await context.streams.ledger()).fed > 0
+        ledger = await context.streams.ledger()
+        has_been_fed = ledger.fed > 0 or ledger.eval_fed > 0
         if has_been_fed and ours != context.run_id:
             raise RunConflictError(
                 f"run.name = {context.config.run.name!r}: Redis holds groups of another run of this name, which does "

@@ -175,6 +175,7 @@ class Trainer:
                 remaining = self._config.trainer.max_steps - self._state.step
                 limit = min(limit, remaining * self._config.trainer.groups_per_step)
             await self._feeder.top_up(version=self._state.version, limit=limit)
+            self._progress.prompts_skipped(self._data.source.num_skipped, self._data.max_prompt_tokens)
             await self._context.wait_for_any(self._slots_freed, timeout_s=_FEED_WAIT_S)
 
     async def _introduce_again(self) -> None:

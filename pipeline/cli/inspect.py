@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 _CONSUMER = "command-line"
 _WATCH_INTERVAL_S = 1.0
+_FOLDER = click.Path(path_type=Path, file_okay=False)
+_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 as_count = click.option("-n", "--count", type=click.IntRange(min=1), default=10, show_default=True)
 
 
@@ -131,12 +134,17 @@ def peek(sources: Sources, stream: str, count: int, is_json: bool) -> int:
 
 
 @streams.command("dead-letters")
+@click.option("--save", "folder", type=_FOLDER, metavar="DIR", help="Write each payload to DIR/LETTER.msgpack.")
 @takes_config
 @as_count
 @as_json
-def dead_letters(sources: Sources, count: int, is_json: bool) -> int:
+def dead_letters(sources: Sources, count: int, is_json: bool, folder: Path | None) -> int:
     """Show groups that no one could process, and why."""
     letters = _with_streams(sources.load(), lambda streams: streams.dead_letters(count))
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for letter in letters:
+            (folder / f"{letter.letter_id}.msgpack").write_bytes(letter.payload)
     if is_json:
         echo_json([_without_payload(letter) for letter in letters])
         return 0
@@ -148,12 +156,17 @@ def dead_letters(sources: Sources, count: int, is_json: bool) -> int:
 @streams.command("requeue")
 @click.argument("letters", nargs=-1, metavar="[LETTER]...")
 @click.option("--all", "is_all", is_flag=True, help="All dead letters.")
+@click.option("--payload", type=_FILE, metavar="FILE", help="A mended payload for the one letter that is named.")
 @takes_config
-def requeue(sources: Sources, letters: tuple[str, ...], is_all: bool) -> int:
+def requeue(sources: Sources, letters: tuple[str, ...], is_all: bool, payload: Path | None) -> int:
     """Put dead letters back into the queue in which they died."""
     if bool(letters) == is_all:
         raise UsageError("name the letters (`rollstream streams dead-letters` lists them), or say --all")
-    moved = _with_streams(sources.load(), lambda streams: streams.requeue(None if is_all else list(letters)))
+    if payload is not None and len(letters) != 1:
+        raise UsageError(f"--payload {payload} is for one letter: name it")
+    mended = {} if payload is None else {letters[0]: payload.read_bytes()}
+    ids = None if is_all else list(letters)
+    moved = _with_streams(sources.load(), lambda streams: streams.requeue(ids, mended))
     click.echo(f"{moved} put back")
     return 0
 

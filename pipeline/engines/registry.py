@@ -17,7 +17,7 @@ def create_engine(config: Config) -> GenerationEngine:
     if generation.engine == "scripted":
         from pipeline.engines.scripted import ScriptedEngine
 
-        return ScriptedEngine(generation, seed=seed)
+        return ScriptedEngine(generation, seed=seed, max_context=config.model.max_context)
     raise ConfigError(
         f'generation.engine = "{generation.engine}" is not in this version; '
         'use "transformers" (CPU or GPU) or "scripted" (no model)'

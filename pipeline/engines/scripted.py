@@ -48,10 +48,13 @@ class _Group:
 
 
 class ScriptedEngine:
-    """A `GenerationEngine`. seed: mixed into every completion beside the prompt's own."""
+    """A `GenerationEngine`. seed: mixed into every completion beside the prompt's own.
 
-    def __init__(self, generation: GenerationSettings, *, seed: int) -> None:
-        self._generation, self._seed = generation, seed
+    max_context: tokens of a prompt and its completion; 0 for no limit.
+    """
+
+    def __init__(self, generation: GenerationSettings, *, seed: int, max_context: int = 0) -> None:
+        self._generation, self._seed, self._max_context = generation, seed, max_context
         self._scripted = generation.scripted
         self._version: int | None = None
         self._num_tokens = 0
@@ -93,6 +96,12 @@ class ScriptedEngine:
             raise EngineError("the engine is not running")
         if self._version is None:
             raise EngineError("no verified weights are being served yet; apply_weights comes first")
+        num_prompt_tokens = len(prompt.prompt_token_ids)
+        if 0 < self._max_context <= num_prompt_tokens:
+            raise EngineError(
+                f"group {prompt.group_id}: a prompt of {num_prompt_tokens} tokens leaves nothing to generate "
+                f"in a context of {self._max_context}"
+            )
         group = self._plan(prompt)
         if not self._scripted.realtime:
             version = self._version

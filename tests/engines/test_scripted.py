@@ -125,6 +125,15 @@ async def test_versions_never_go_backwards_and_come_before_the_first_token() -> 
     assert engine.weight_version == 5
 
 
+async def test_a_prompt_without_room_fails_alone() -> None:
+    engine = ScriptedEngine(GenerationSettings(scripted=ScriptedSettings(realtime=False)), seed=0, max_context=8)
+    await engine.start()
+    await engine.apply_weights(weights(0))
+    with pytest.raises(EngineError, match="8 tokens leaves nothing to generate in a context of 8"):
+        await engine.generate(group_of(list(range(8)), max_tokens=4))
+    assert await engine.generate(group_of(list(range(7)), max_tokens=4))
+
+
 async def test_closing_ends_what_is_in_flight() -> None:
     engine = await started(tokens_per_s=1, length_mean=4000)
     task = asyncio.create_task(engine.generate(group()))
