@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from pipeline.errors import RollstreamError
-from pipeline.errors import RewardLoadError
+from pipeline.errors import RewardLoadError, RollstreamError
 from pipeline.messages import Outcome
 from tests.rewards.pools import reward, rewards_of, rollout, running_pool, until_busy
 
