@@ -32,3 +32,15 @@ def hangs_at_times(prompts: Sequence[str], completions: Sequence[str], **columns
 def vowels(prompts: Sequence[str], completions: Sequence[str], **columns: object) -> list[float]:
     """Share of vowels: depends on every character, and on nothing else."""
     return [sum(letter in "aeiou" for letter in text) / max(len(text), 1) for text in completions]
+
+
+def same_for_half(prompts: Sequence[str], completions: Sequence[str], **columns: object) -> list[float]:
+    """The same for all members of every second prompt's group."""
+    if sum(map(ord, prompts[0])) % 2 == 0:
+        return [1.0 for _ in completions]
+    return [float(index) for index, _ in enumerate(completions)]
+
+
+def one_number(prompts: Sequence[str], completions: Sequence[str], **columns: object) -> float:
+    """Not what a reward function returns."""
+    return 1.0
