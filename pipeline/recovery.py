@@ -57,17 +57,21 @@ class Recovery:
         self._context = context
         self._checkpoints = Checkpoints(context.config.run_dir / "checkpoints", context.config.checkpoint)
 
-    async def become_the_trainer(self) -> None:
-        """Wait until no other trainer holds the run. Raises RunConflictError for a foreign run."""
+    async def become_the_trainer(self) -> bool:
+        """Wait until no other trainer holds the run; False when the worker drains before that.
+
+        Raises RunConflictError for a foreign run.
+        """
         context = self._context
         while not await context.fleet.acquire_trainer(context.worker_id, context.config.queues.lease_s):
             context.waiting_for("another trainer of this run to end")
             await context.wait_for_any(timeout_s=_LOCK_WAIT_S)
             if context.draining.is_set():
-                raise asyncio.CancelledError
+                return False
         context.waiting_for(None)
         context.keep_trainer_lock()
         await self._check_identity()
+        return True
 
     async def _check_identity(self) -> None:
         """What was fed in Redis must have been fed by the run of this directory."""

@@ -211,7 +211,8 @@ async def body(context: WorkerContext) -> None:
     """Train until the run has ended or the worker drains."""
     config = context.config
     recovery = Recovery(context)
-    await recovery.become_the_trainer()
+    if not await recovery.become_the_trainer():
+        return
     context.waiting_for("its model to load")
     data = await asyncio.to_thread(load_run_data, config)
     learner = await asyncio.to_thread(load_learner, config)

@@ -1,0 +1,163 @@
+"""Workers come and go: any order of starting, more generators and fewer, more scorers.
+
+Scenarios E1, E2, E6 and W1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.keys import Stream
+from pipeline.learner.scripted import ScriptedLearner
+from pipeline.messages import RolloutGroup
+from pipeline.streams import Entry
+from pipeline.weights import WeightPublisher
+from pipeline.wire import decode, encode
+from tests.groups import make_prompt
+from tests.integration.harness import SCRIPTED, Run, running
+from tests.integration.processes import Worker
+
+SOON_S = 5.0
+ORDERS = list(itertools.permutations(("generator", "scorer", "trainer")))
+# What each role lacks until the last of the three has come.
+LACKS = {
+    "generator": ("a trainer that publishes weights", "groups on the stream of prompts"),
+    "scorer": ("groups on the stream of rollouts",),
+    "trainer": ("scored groups",),
+}
+
+
+async def until_it_says_what_it_lacks(run: Run, worker: Worker) -> None:
+    """Both the registry and the worker's own log name it, within five seconds of its start."""
+    await run.until(lambda: worker.events_named("started") != [], f"the start of the {worker.role}")
+
+    async def registry_says() -> bool:
+        info = await run.info(worker)
+        return info is not None and info.status["waiting_for"] in LACKS[worker.role]
+
+    await run.until(registry_says, f"word of what the {worker.role} waits for", deadline_s=SOON_S)
+
+    def log_says() -> bool:
+        return any(event["waiting_for"] in LACKS[worker.role] for event in worker.events_named("waiting"))
+
+    await run.until(log_says, f"a line of what the {worker.role} waits for", deadline_s=SOON_S)
+
+
+async def test_workers_start_in_any_order_and_say_what_is_missing(
+    tmp_path: Path, valkey_url: str, run_name: str
+) -> None:
+    async def start_in(order: tuple[str, ...]) -> None:
+        name = f"{run_name}-{'-'.join(order)}"
+        async with running(tmp_path, valkey_url, name, *SCRIPTED, "trainer.max_steps=2") as run:
+            *first, last = order
+            for role in first:
+                await until_it_says_what_it_lacks(run, run.start(role))
+            assert (await run.ledger()).trained == 0
+            run.start(last)
+            await run.until_over()
+            assert (await run.ledger()).trained == 8
+
+    await asyncio.gather(*map(start_in, ORDERS))
+
+
+async def groups_per_second(run: Run, num_groups: int) -> float:
+    """Rate of training over the next so many groups."""
+    start, started = (await run.ledger()).trained, time.monotonic()
+    await run.until_trained(start + num_groups)
+    return num_groups / (time.monotonic() - started)
+
+
+async def test_throughput_follows_generators_that_come_and_go(tmp_path: Path, valkey_url: str, run_name: str) -> None:
+    # One generator makes one group after another, each in a quarter of a second.
+    settings = (
+        "generation.scripted.tokens_per_s=64",
+        "generation.max_num_seqs=4",
+        "trainer.groups_per_step=2",
+        "trainer.max_steps=100000",
+        "staleness.max_staleness=8",
+        "worker.heartbeat_s=0.2",
+    )
+    async with running(tmp_path, valkey_url, run_name, *SCRIPTED, *settings) as run:
+        run.start_all()
+        await run.until_trained(2)
+        alone = await groups_per_second(run, 12)
+        helpers = [run.start("generator") for _ in range(2)]
+        await run.until_ready(*helpers)
+        await run.until_trained((await run.ledger()).trained + 4)
+        together = await groups_per_second(run, 24)
+        for helper in helpers:
+            helper.signal(signal.SIGTERM)
+        assert await run.until_exit(*helpers) == [0, 0]
+        await run.until_trained((await run.ledger()).trained + 2)
+        alone_again = await groups_per_second(run, 8)
+        assert together > 2 * alone
+        assert together > 2 * alone_again
+        await run.fleet.stop("the test is over")
+        await run.until_over()
+        ledger = await run.ledger()
+        assert (ledger.dead, ledger.num_dropped) == (0, 0)
+        assert set(run.times_trained.values()) == {1}
+
+
+async def test_four_scorers_give_four_times_the_rate_of_one(tmp_path: Path, valkey_url: str, run_name: str) -> None:
+    settings = (
+        "scoring.rewards=[{function='tests.integration.rewards:slow'}]",
+        "generation.scripted.realtime=false",
+        "staleness.max_staleness=8",
+        "trainer.max_steps=100000",
+    )
+    async with running(tmp_path, valkey_url, run_name, *SCRIPTED, *settings) as run:
+        run.start_all()
+        await run.until_trained(4)
+        alone = await groups_per_second(run, 12)
+        await run.until_ready(*[run.start("scorer") for _ in range(3)])
+        await run.until_trained((await run.ledger()).trained + 8)
+        together = await groups_per_second(run, 48)
+        assert 2.5 < together / alone < 5
+        await run.fleet.stop("the test is over")
+        await run.until_over()
+
+
+@pytest.fixture
+async def publisher(tmp_path: Path, valkey_url: str, run_name: str):
+    """A run whose weights come from the test itself."""
+    async with running(tmp_path, valkey_url, run_name, *SCRIPTED) as run:
+        publisher = WeightPublisher(run.config.weights)
+        yield run, publisher
+        publisher.close()
+
+
+async def test_a_generator_makes_nothing_before_it_serves_weights_that_the_prompt_allows(
+    publisher: tuple[Run, WeightPublisher],
+) -> None:
+    run, weights = publisher
+    learner = ScriptedLearner(run.config.trainer, run.config.staleness)
+    prompts = [make_prompt(ordinal, version=ordinal, min_version=ordinal) for ordinal in range(3)]
+    entries = [Entry(group_id=p.group_id, weight_version=p.fed_version, payload=encode(p)) for p in prompts]
+    assert await run.streams.feed(entries, limit=10) == 3
+    generator = run.start("generator")
+    await until_it_says_what_it_lacks(run, generator)
+    depths = await run.streams.depths()
+    assert (depths[Stream.PROMPTS].backlog, depths[Stream.ROLLOUTS].length) == (3, 0)
+
+    await run.fleet.set_endpoints(weights.start())
+    for version in range(3):
+        await run.fleet.set_version(version)
+        weights.publish(learner.export_weights(version))
+
+        async def are_there(number: int = version + 1) -> bool:
+            return (await run.streams.depths())[Stream.ROLLOUTS].length == number
+
+        await run.until(are_there, f"the group that version {version} is enough for")
+    for lease in await run.streams.claim(Stream.ROLLOUTS, 3, block_s=0):
+        rollout = decode(lease.payload, RolloutGroup)
+        made_by = {span.weight_version for completion in rollout.completions for span in completion.spans}
+        assert made_by == {rollout.prompt.min_version}
+    generator.signal(signal.SIGTERM)
+    await run.until_over()
