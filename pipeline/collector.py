@@ -136,7 +136,10 @@ class Collector:
         while True:
             self._changed.clear()
             num_filtered += await self._filter(version)
-            if len(self._held) >= self._groups_per_step or await self._nothing_more_comes():
+            is_last = len(self._held) < self._groups_per_step and await self._nothing_more_comes()
+            if not all(self._is_fit(held, version) for held in self._held):
+                continue  # it came while others were being filtered
+            if is_last or len(self._held) >= self._groups_per_step:
                 batch = sorted(self._held, key=lambda held: held.order)[: self._groups_per_step]
                 self._held = [held for held in self._held if held not in batch]
                 self._num_in_step = len(batch)
@@ -182,6 +185,9 @@ class Collector:
             self._held = [held for held in self._held if held not in dropped]
         return sum(len(dropped) for dropped in by_reason.values())
 
+    def _is_fit(self, held: HeldGroup, version: int) -> bool:
+        return held.versions[1] <= version and self._drop_reason(held, version) is None
+
     def _drop_reason(self, held: HeldGroup, version: int) -> DropReason | None:
         """Why the group may not be trained at `version`; None when it may."""
         is_over = version - held.versions[0] > self._staleness.max_staleness
@@ -196,7 +202,7 @@ class Collector:
         raise RunStalledError(
             f"{num_filtered} groups were filtered for one step and only {len(self._held)} of "
             f"{self._groups_per_step} are left to train (dropped so far: {reasons}). Look at the rewards: prompts "
-            "that are too easy or too hard, or a reward that fails, teach nothing. "
+            "that are too easy or too hard teach nothing; why a reward failed is in the scorers' logs. "
             f"algorithm.max_refill = {self._algorithm.max_refill} sets after how many batches' worth to give up"
         )
 

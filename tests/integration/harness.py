@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sys
 import time
 import urllib.request
 from collections import Counter
@@ -27,7 +25,7 @@ from pipeline.config_files import load_config
 from pipeline.fleet import Fleet, WorkerInfo
 from pipeline.keys import CONSUMER_GROUP, Keys, Stream
 from pipeline.streams import Ledger, Streams, connect
-from tests.integration.processes import ROOT, Worker, start_worker
+from tests.integration.processes import Worker, start_process
 
 POLL_S = 0.02
 DEADLINE_S = 60.0
@@ -55,11 +53,10 @@ SCRIPTED = (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a command said."""
+    """What a command said, on both of its outputs."""
 
     code: int
     out: str
-    err: str
 
 
 @dataclass(eq=False)
@@ -78,7 +75,7 @@ class Run:
         """Start one worker; extra: settings of its own. may_fail: it is meant to end with an error."""
         log = self.directory / f"{self.config.run.name}-{len(self.workers)}-{role}.log"
         words = [word for item in [*self.overrides, *extra] for word in ("--set", item)]
-        self.workers.append(start_worker(role, words, log, may_fail=may_fail))
+        self.workers.append(start_process([role, *words], log, may_fail=may_fail))
         return self.workers[-1]
 
     def start_all(self, *, generators: int = 1, scorers: int = 1) -> Worker:
@@ -98,19 +95,10 @@ class Run:
     async def command(self, *words: str) -> Answer:
         """What the command `rollstream WORDS` says of this run."""
         settings = [word for item in self.overrides for word in ("--set", item)]
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "pipeline.cli",
-            *words,
-            *settings,
-            cwd=ROOT,
-            env={**os.environ, "NO_COLOR": "1"},
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        out, err = await process.communicate()
-        return Answer(process.returncode or 0, out.decode(), err.decode())
+        log = self.directory / f"command-{time.monotonic_ns()}.log"
+        asked = start_process([*words, *settings], log, may_fail=True)
+        await self.until(lambda: asked.code is not None, f"an answer to {words}")
+        return Answer(int(asked.code or 0), asked.output)
 
     # Waiting
 

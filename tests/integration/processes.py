@@ -89,11 +89,11 @@ class Worker:
         self.process.join()
 
 
-def start_worker(role: str, words: Sequence[str], log: Path, *, may_fail: bool = False) -> Worker:
-    """Run `rollstream ROLE WORDS` with its output in `log`."""
-    process = _forks().Process(target=_be, args=([role, *words], log), daemon=True)
+def start_process(words: Sequence[str], log: Path, *, may_fail: bool = False) -> Worker:
+    """Run `rollstream WORDS`, the first of which is a role or another command, with its output in `log`."""
+    process = _forks().Process(target=_be, args=([*words], log), daemon=True)
     process.start()
-    return Worker(role, process, log, may_fail)
+    return Worker(words[0], process, log, may_fail)
 
 
 def _be(words: list[str], log: Path) -> None:
