@@ -21,6 +21,10 @@ from pipeline.keys import Stream
 RawFields = Mapping[bytes, bytes]
 
 
+# The fields of a training group, in the order in which the scripts write them.
+_NAMES = [b"group_id", b"attempt", b"weight_version", b"created_at", b"schema", b"payload"]
+
+
 class Moved(StrEnum):
     """What became of a hand-over.
 
@@ -121,32 +125,38 @@ def seconds_of(fields: RawFields, name: bytes) -> float:
         return 0.0
 
 
-def lease_of(stream: Stream, entry_id: bytes, fields: RawFields, attempt: int | None = None) -> Lease:
-    """A lease on an entry just delivered; attempt: the one its fields say, unless it was reclaimed."""
+def lease_of(stream: Stream, entry_id: bytes, fields: Sequence[bytes], attempt: int | None = None) -> Lease:
+    """A lease on an entry just delivered.
+
+    fields: names and values in turn. attempt: the one the fields say, unless it was reclaimed.
+    """
+    if fields[::2] != _NAMES:
+        return _lease_of_other(stream, entry_id, dict(zip(fields[::2], fields[1::2], strict=True)), attempt)
     try:
         return Lease(
             stream=stream,
             entry_id=entry_id,
-            group_id=fields[b"group_id"].decode(),
-            attempt=attempt or int(fields[b"attempt"]),
-            weight_version=int(fields[b"weight_version"]),
-            is_evaluation=b"evaluation" in fields,
-            created_at=float(fields[b"created_at"]),
-            payload=fields[b"payload"],
+            group_id=fields[1].decode(),
+            attempt=attempt or int(fields[3]),
+            weight_version=int(fields[5]),
+            is_evaluation=False,
+            created_at=float(fields[7]),
+            payload=fields[11],
             claimed_at=time.monotonic(),
         )
-    except (KeyError, ValueError):
-        return _lease_of_damaged(stream, entry_id, fields, attempt)
+    except ValueError:
+        return _lease_of_other(stream, entry_id, dict(zip(fields[::2], fields[1::2], strict=True)), attempt)
 
 
-def _lease_of_damaged(stream: Stream, entry_id: bytes, fields: RawFields, attempt: int | None) -> Lease:
+def _lease_of_other(stream: Stream, entry_id: bytes, fields: RawFields, attempt: int | None) -> Lease:
+    """An evaluation group, or an entry that is not as we write it."""
     return Lease(
         stream=stream,
         entry_id=entry_id,
         group_id=text_of(fields, b"group_id"),
         attempt=attempt or max(integer_of(fields, b"attempt", 1), 1),
         weight_version=integer_of(fields, b"weight_version"),
-        is_evaluation=b"evaluation" in fields,
+        is_evaluation=fields.get(b"evaluation") == b"1",
         created_at=seconds_of(fields, b"created_at"),
         payload=fields.get(b"payload", b""),
         claimed_at=time.monotonic(),

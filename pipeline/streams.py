@@ -41,6 +41,7 @@ _Item = TypeVar("_Item")
 _INDEX = {stream: index for index, stream in enumerate(Stream, start=1)}
 _OUTCOMES = (Moved.REFUSED, Moved.MOVED, Moved.FULL)
 _MAX_REASON = 1000
+_SCHEMA = str(SCHEMA_VERSION)
 _FORGET_CONSUMER_MS = 3600 * 1000
 
 
@@ -83,11 +84,16 @@ class Streams(Accounts):
         """
         accepted = 0
         for batch in _batches(entries, _num_bytes):
-            items = [
-                (entry.group_id, entry.weight_version, entry.is_evaluation, _ordinal(entry), entry.payload)
-                for entry in batch
-            ]
-            done: int = await self._scripts.call("feed", limit, self._settings.max_length, SCHEMA_VERSION, items)
+            done: int = await self._scripts.call(
+                "feed",
+                limit,
+                self._settings.max_length,
+                _SCHEMA,
+                *_ids_and_versions(batch),
+                [entry.is_evaluation for entry in batch],
+                [-1 if entry.ordinal is None else entry.ordinal for entry in batch],
+                payloads=[entry.payload for entry in batch],
+            )
             accepted += done
             if done < len(batch):
                 break
@@ -102,8 +108,14 @@ class Streams(Accounts):
         """
         accepted = 0
         for batch in _batches(entries, _num_bytes):
-            items = [(entry.group_id, entry.weight_version, entry.payload) for entry in batch]
-            done: int = await self._scripts.call("refeed", limit, self._settings.max_length, SCHEMA_VERSION, items)
+            done: int = await self._scripts.call(
+                "refeed",
+                limit,
+                self._settings.max_length,
+                _SCHEMA,
+                *_ids_and_versions(batch),
+                payloads=[entry.payload for entry in batch],
+            )
             accepted += done
             if done < len(batch):
                 break
@@ -120,8 +132,13 @@ class Streams(Accounts):
         mended = payloads or {}
         moved = 0
         for batch in _batches(ids, lambda letter_id: len(mended.get(letter_id, b""))):
-            items = [(letter_id, mended.get(letter_id, False)) for letter_id in batch]
-            moved += await self._scripts.call("requeue", self._settings.max_length, items)
+            moved += await self._scripts.call(
+                "requeue",
+                self._settings.max_length,
+                batch,
+                [letter_id in mended for letter_id in batch],
+                payloads=[mended.get(letter_id, b"") for letter_id in batch],
+            )
         return moved
 
     # Claiming
@@ -175,7 +192,7 @@ class Streams(Accounts):
             await self._reopen_after(error)
             return []
         self._cursors[stream], taken = reply
-        return [lease_of(stream, entry_id, _pairs(fields), attempt) for entry_id, attempt, fields in taken]
+        return [lease_of(stream, entry_id, fields, attempt) for entry_id, attempt, fields in taken]
 
     async def _reopen_after(self, error: ResponseError) -> None:
         """A server that came back without its data has no consumer groups: makes them again."""
@@ -188,7 +205,7 @@ class Streams(Accounts):
         """Restarts the term of these leases; returns those that are lost."""
         lost: list[Lease] = []
         for stream, batch in _by_stream(leases):
-            held = await self._scripts.call("renew", _INDEX[stream], [(lease.entry_id,) for lease in batch])
+            held = await self._scripts.call("renew", _INDEX[stream], _entry_ids(batch))
             lost += _unheld(batch, held)
         return lost
 
@@ -203,12 +220,18 @@ class Streams(Accounts):
         outcomes: list[Moved] = []
         for stream, group in itertools.groupby(pairs, lambda pair: pair[0].stream):
             for batch in _batches(list(group), lambda pair: len(pair[1].payload)):
-                items = [
-                    (lease.entry_id, _same_id(lease, entry), entry.weight_version, lease.is_evaluation, entry.payload)
-                    for lease, entry in batch
-                ]
+                leases, entries = [lease for lease, _ in batch], [entry for _, entry in batch]
+                assert [lease.group_id for lease in leases] == [entry.group_id for entry in entries]
                 codes = await self._scripts.call(
-                    "hand_over", _INDEX[stream], _INDEX[to], self._settings.max_length, SCHEMA_VERSION, items
+                    "hand_over",
+                    _INDEX[stream],
+                    _INDEX[to],
+                    self._settings.max_length,
+                    _SCHEMA,
+                    _entry_ids(leases),
+                    *_ids_and_versions(entries),
+                    [lease.is_evaluation for lease in leases],
+                    payloads=[entry.payload for entry in entries],
                 )
                 outcomes += [_OUTCOMES[code] for code in codes]
         return outcomes
@@ -220,8 +243,8 @@ class Streams(Accounts):
         """
         released = 0
         for stream, batch in _by_stream(leases):
-            items = [(lease.entry_id, lease.attempt + has_failed) for lease in batch]
-            released += await self._scripts.call("release", _INDEX[stream], items)
+            attempts = [lease.attempt + has_failed for lease in batch]
+            released += await self._scripts.call("release", _INDEX[stream], _entry_ids(batch), attempts)
         return released
 
     async def release_all(self) -> int:
@@ -242,8 +265,9 @@ class Streams(Accounts):
 
     async def dead_letter(self, lease: Lease, reason: str) -> bool:
         """Sets a group aside that cannot be processed. False when the lease was lost."""
-        item = (lease.entry_id, lease.attempt, reason[:_MAX_REASON])
-        held: bool = await self._scripts.call("dead_letter", _INDEX[lease.stream], [item])
+        held: bool = await self._scripts.call(
+            "dead_letter", _INDEX[lease.stream], lease.entry_id, lease.attempt, reason[:_MAX_REASON]
+        )
         return held
 
     async def drop(self, leases: Sequence[Lease], reason: DropReason, *, refeed: Sequence[Entry] = ()) -> int:
@@ -255,12 +279,18 @@ class Streams(Accounts):
             raise ValueError(f"{len(refeed)} groups to feed again for {len(leases)} dropped ones")
         substitutes = dict(zip((lease.entry_id for lease in leases), refeed, strict=False))
         dropped = 0
-        for stream, batch in _by_stream(leases, lambda lease: _num_bytes(substitutes.get(lease.entry_id))):
-            items = [
-                (lease.entry_id, lease.group_id, lease.is_evaluation, _substitute(substitutes.get(lease.entry_id)))
-                for lease in batch
-            ]
-            dropped += await self._scripts.call("drop", _INDEX[stream], reason.value, SCHEMA_VERSION, items)
+        for stream, batch in _by_stream(leases):
+            instead = [substitutes[lease.entry_id] for lease in batch] if refeed else []
+            dropped += await self._scripts.call(
+                "drop",
+                _INDEX[stream],
+                reason.value,
+                _SCHEMA,
+                _entry_ids(batch),
+                [lease.is_evaluation and lease.group_id for lease in batch],
+                *_ids_and_versions(instead),
+                payloads=[entry.payload for entry in instead],
+            )
         return dropped
 
     async def finish_training(self, leases: Sequence[Lease], prompts: Mapping[str, bytes]) -> list[Lease]:
@@ -272,15 +302,22 @@ class Streams(Accounts):
         if not leases:
             return []
         assert all(lease.stream is Stream.SCORED and not lease.is_evaluation for lease in leases)
-        items = [(lease.entry_id, lease.group_id, prompts[lease.group_id]) for lease in leases]
-        return _unheld(leases, await self._scripts.call("finish_training", _INDEX[Stream.SCORED], items))
+        held = await self._scripts.call(
+            "finish_training",
+            _INDEX[Stream.SCORED],
+            _entry_ids(leases),
+            [lease.group_id for lease in leases],
+            payloads=[prompts[lease.group_id] for lease in leases],
+        )
+        return _unheld(leases, held)
 
     async def finish_evaluation(self, leases: Sequence[Lease]) -> list[Lease]:
         """Evaluation groups that were reported. Returns those whose lease was lost."""
         lost: list[Lease] = []
         for stream, batch in _by_stream(leases):
-            items = [(lease.entry_id, lease.group_id) for lease in batch]
-            lost += _unheld(batch, await self._scripts.call("finish_evaluation", _INDEX[stream], items))
+            group_ids = [lease.group_id for lease in batch]
+            held = await self._scripts.call("finish_evaluation", _INDEX[stream], _entry_ids(batch), group_ids)
+            lost += _unheld(batch, held)
         return lost
 
     # Commitment
@@ -297,8 +334,8 @@ class Streams(Accounts):
 _BATCH_GROUPS, _BATCH_BYTES = 256, 64 * 1024 * 1024
 
 
-def _num_bytes(entry: Entry | None) -> int:
-    return 0 if entry is None else len(entry.payload)
+def _num_bytes(entry: Entry) -> int:
+    return len(entry.payload)
 
 
 def _nothing(_: object) -> int:
@@ -306,6 +343,10 @@ def _nothing(_: object) -> int:
 
 
 def _batches(items: Sequence[_Item], num_bytes: Callable[[_Item], int] = _nothing) -> Iterator[Sequence[_Item]]:
+    if len(items) <= _BATCH_GROUPS and sum(map(num_bytes, items)) <= _BATCH_BYTES:
+        if items:
+            yield items
+        return
     start, size = 0, 0
     for position, item in enumerate(items):
         size += num_bytes(item)
@@ -317,29 +358,18 @@ def _batches(items: Sequence[_Item], num_bytes: Callable[[_Item], int] = _nothin
         yield items[start:]
 
 
-def _by_stream(
-    leases: Sequence[Lease], num_bytes: Callable[[Lease], int] = _nothing
-) -> Iterator[tuple[Stream, Sequence[Lease]]]:
+def _by_stream(leases: Sequence[Lease]) -> Iterator[tuple[Stream, Sequence[Lease]]]:
     for stream, group in itertools.groupby(leases, lambda lease: lease.stream):
-        for batch in _batches(list(group), num_bytes):
+        for batch in _batches(list(group)):
             yield stream, batch
 
 
-def _same_id(lease: Lease, entry: Entry) -> str:
-    assert lease.group_id == entry.group_id, "a lease is handed over as the group it is on"
-    return entry.group_id
+def _entry_ids(leases: Sequence[Lease]) -> list[bytes]:
+    return [lease.entry_id for lease in leases]
 
 
-def _ordinal(entry: Entry) -> int:
-    return -1 if entry.ordinal is None else entry.ordinal
-
-
-def _substitute(entry: Entry | None) -> tuple[str, int, bytes] | bool:
-    return entry is not None and (entry.group_id, entry.weight_version, entry.payload)
-
-
-def _pairs(fields: Sequence[bytes]) -> dict[bytes, bytes]:
-    return dict(zip(fields[::2], fields[1::2], strict=True))
+def _ids_and_versions(entries: Sequence[Entry]) -> tuple[list[str], list[str]]:
+    return [entry.group_id for entry in entries], [str(entry.weight_version) for entry in entries]
 
 
 def _unheld(leases: Sequence[Lease], held: Sequence[bool]) -> list[Lease]:

@@ -1,10 +1,11 @@
 -- In front of every script. All of a run's keys come in KEYS, so that a cluster can route the call.
--- What a script needs besides comes as one msgpack value, and so does its answer.
+-- What a script needs besides comes as one msgpack value, columns rather than rows, and so does
+-- its answer. Payloads follow as they are: to pass through Lua once costs them enough.
 local STREAMS = {KEYS[1], KEYS[2], KEYS[3]}
 local PROMPTS, DEAD_LETTERS, LEDGER = KEYS[1], KEYS[4], KEYS[5]
 local UNCOMMITTED, EVALUATING, REPLIES = KEYS[6], KEYS[7], KEYS[8]
 local GROUP, CONSUMER, CALL = ARGV[1], ARGV[2], ARGV[3]
-local ARGS = cmsgpack.unpack(ARGV[4])
+local ARGS, FIRST_PAYLOAD = cmsgpack.unpack(ARGV[4]), 5
 
 local clock = redis.call('TIME')
 local NOW_MS = clock[1] * 1000 + math.floor(clock[2] / 1000)
@@ -31,20 +32,19 @@ end
 -- Which of these entries this consumer holds: XACK does not ask, XPENDING does. One look at the
 -- range from the first to the last serves the usual batch, which was claimed together; what is not
 -- in it is looked up by itself. An id that is named twice counts once. No such stream: none is held.
-local function held_among(stream, items)
-  local held, seen, result = {}, {}, {}
-  if #items > 1 then
-    local rows = redis.pcall('XPENDING', stream, GROUP, items[1][1], items[#items][1], 2 * #items, CONSUMER)
+local function held_among(stream, ids)
+  local held, result = {}, {}
+  if #ids > 1 then
+    local rows = redis.pcall('XPENDING', stream, GROUP, ids[1], ids[#ids], 2 * #ids, CONSUMER)
     for _, row in ipairs(rows.err and {} or rows) do held[row[1]] = true end
   end
-  for i, item in ipairs(items) do
-    local id = item[1]
-    if not held[id] and not seen[id] then
+  for i, id in ipairs(ids) do
+    if held[id] == nil then
       local rows = redis.pcall('XPENDING', stream, GROUP, id, id, 1, CONSUMER)
       held[id] = not rows.err and rows[1] ~= nil
     end
-    result[i] = held[id] and not seen[id]
-    seen[id] = true
+    result[i] = held[id]
+    held[id] = false
   end
   return result
 end
@@ -59,10 +59,10 @@ end
 
 local function add(stream, group_id, version, schema, is_evaluation, payload)
   if is_evaluation then
-    redis.call('XADD', stream, '*', 'group_id', group_id, 'attempt', 1, 'weight_version', version,
-      'created_at', NOW, 'schema', schema, 'evaluation', 1, 'payload', payload)
+    redis.call('XADD', stream, '*', 'group_id', group_id, 'attempt', '1', 'weight_version', version,
+      'created_at', NOW, 'schema', schema, 'evaluation', '1', 'payload', payload)
   else
-    redis.call('XADD', stream, '*', 'group_id', group_id, 'attempt', 1, 'weight_version', version,
+    redis.call('XADD', stream, '*', 'group_id', group_id, 'attempt', '1', 'weight_version', version,
       'created_at', NOW, 'schema', schema, 'payload', payload)
   end
 end

@@ -1,22 +1,23 @@
 -- Takes groups out and frees their places, which others may take.
--- ARGS: [stream, reason, schema, [[id, group id, is evaluation, false or [group id, version, payload]], ...]].
--- Returns how many were held.
+-- ARGS: [stream, reason, schema, ids, evaluation, ids fed instead, their versions]; payloads of these.
+-- evaluation: group id of each, or false where it is a training group; empty where all are.
+-- The ids fed instead are as many as ids, or none. Returns how many were held.
 local before = answered()
 if before then return before end
 
-local stream, reason, schema, items = STREAMS[ARGS[1]], unpack(ARGS, 2, 4)
-local held, removed, dropped, fed = held_among(stream, items), {}, 0, 0
-for i, item in ipairs(items) do
+local stream, reason, schema = STREAMS[ARGS[1]], ARGS[2], ARGS[3]
+local ids, evaluation, substitutes, versions = unpack(ARGS, 4, 7)
+local held, removed, dropped, fed = held_among(stream, ids), {}, 0, 0
+for i, id in ipairs(ids) do
   if held[i] then
-    local id, group_id, is_evaluation, substitute = unpack(item)
     removed[#removed + 1] = id
-    if is_evaluation then
-      redis.call('SREM', EVALUATING, group_id)
+    if evaluation[i] then
+      redis.call('SREM', EVALUATING, evaluation[i])
     else
       dropped = dropped + 1
     end
-    if substitute then
-      add(PROMPTS, substitute[1], substitute[2], schema, false, substitute[3])
+    if substitutes[i] then
+      add(PROMPTS, substitutes[i], versions[i], schema, false, ARGV[FIRST_PAYLOAD - 1 + i])
       fed = fed + 1
     end
   end
@@ -25,5 +26,5 @@ remove_all(stream, removed)
 count('dropped:' .. reason, dropped)
 count('eval_done', #removed - dropped)
 count('fed', fed)
-count('refused', #items - #removed)
+count('refused', #ids - #removed)
 return answer(#removed)

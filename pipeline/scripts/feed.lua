@@ -1,20 +1,20 @@
--- Admission. ARGS: [limit, max_length, schema, [[group id, version, is evaluation, ordinal or -1, payload], ...]].
+-- Admission. ARGS: [limit, max_length, schema, group ids, versions, are evaluation, ordinals or -1]; payloads.
 -- Accepts from the front, and returns how many.
 local before = answered()
 if before then return before end
 
-local limit, max_length, schema, entries = unpack(ARGS)
+local limit, max_length, schema, group_ids, versions, are_evaluation, ordinals = unpack(ARGS)
 local num_live, length = live(), redis.call('XLEN', PROMPTS)
 local next_ordinal = tonumber(redis.call('HGET', LEDGER, 'next_ordinal') or 0)
 local accepted, fed, eval_fed = 0, 0, 0
 
-for _, entry in ipairs(entries) do
-  local group_id, version, is_evaluation, ordinal, payload = unpack(entry)
+for i, group_id in ipairs(group_ids) do
+  local is_evaluation, ordinal = are_evaluation[i], ordinals[i]
   local is_known = ordinal >= 0 and ordinal < next_ordinal
   if is_evaluation then is_known = redis.call('SISMEMBER', EVALUATING, group_id) == 1 end
   if not is_known then
     if length >= max_length or (not is_evaluation and num_live >= limit) then break end
-    add(PROMPTS, group_id, version, schema, is_evaluation, payload)
+    add(PROMPTS, group_id, versions[i], schema, is_evaluation, ARGV[FIRST_PAYLOAD - 1 + i])
     length = length + 1
     if is_evaluation then
       redis.call('SADD', EVALUATING, group_id)

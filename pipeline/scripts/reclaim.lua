@@ -3,7 +3,8 @@
 local stream, taken = STREAMS[ARGS[1]], {}
 local lease_ms, wanted, cursor, max_attempts = ARGS[2], ARGS[3], ARGS[4], ARGS[5]
 
-for _ = 1, 100 do
+-- XAUTOCLAIM looks at ten entries for each one wanted; this looks at ten thousand in all.
+for _ = 1, math.ceil(1000 / wanted) do
   local found = redis.call('XAUTOCLAIM', stream, GROUP, CONSUMER, lease_ms, cursor, 'COUNT', wanted - #taken)
   cursor = found[1]
   for _, entry in ipairs(found[2]) do

@@ -1,13 +1,13 @@
--- Gives entries back, with the attempt they were at. ARGS: [stream, [[id, attempt], ...]].
+-- Gives entries back, with the attempt they were at. ARGS: [stream, ids, attempts].
 -- Returns how many were held.
 local before = answered()
 if before then return before end
 
-local stream, items = STREAMS[ARGS[1]], ARGS[2]
-local held, released = held_among(stream, items), 0
-for i, item in ipairs(items) do
+local stream, ids, attempts = STREAMS[ARGS[1]], ARGS[2], ARGS[3]
+local held, released = held_among(stream, ids), 0
+for i, id in ipairs(ids) do
   if held[i] then
-    give_back(stream, item[1], item[2])
+    give_back(stream, id, attempts[i])
     released = released + 1
   end
 end
