@@ -6,6 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -79,6 +80,9 @@ async def test_zero_staleness_equals_a_synchronous_loop_bit_for_bit(
         ledger = await run.ledger()
         assert ledger.trained == NUM_STEPS * 4
         assert all(row["staleness_max"] == 0 for row in run.metrics)
+        # Generator and trainer compute the same probabilities, each in its own way (scenario L6).
+        assert all(row["importance_ratio_mean"] == pytest.approx(1, abs=1e-4) for row in run.metrics)
+        assert all(row["mismatch_kl"] == pytest.approx(0, abs=1e-4) for row in run.metrics)
         (checkpoint,) = (run.config.run_dir / "checkpoints").glob("step_*")
         ours = load_file(checkpoint / "model" / "model.safetensors")
         plain = load_file(tmp_path / "plain" / "model.safetensors")
