@@ -45,13 +45,10 @@ class Shutdown:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Signal handlers are ours inside the block. A signal that is ignored stays ignored (nohup).
-
-        Behind the block the process ends by itself with a code of its own, which a late signal
-        must not turn into death by that signal.
-        """
+        """Signal handlers are ours inside the block. A signal that is ignored stays ignored (nohup)."""
         loop = asyncio.get_running_loop()
-        ours = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.getsignal(number) for number in _SIGNALS}
+        ours = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
         for number in ours:
             loop.add_signal_handler(number, self._on_signal, number)
         try:
@@ -59,7 +56,7 @@ class Shutdown:
         finally:
             for number in ours:
                 loop.remove_signal_handler(number)
-                signal.signal(number, signal.SIG_IGN)
+                signal.signal(number, before[number])
 
     async def watch_parent(self) -> None:
         """Drains when the process that started this one is gone; returns at once without one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -259,3 +260,13 @@ def test_output_that_nobody_reads_to_its_end_ends_quietly() -> None:
     assert process.stderr.read() == b""
     process.stderr.close()
     process.wait()
+
+
+def test_a_worker_that_is_told_to_end_before_it_listens_exits_with_0(tmp_path: Path) -> None:
+    # The signal comes while settings are read: a fifo holds the worker there.
+    fifo = tmp_path / "settings.toml"
+    os.mkfifo(fifo)
+    worker = subprocess.Popen([sys.executable, "-m", "pipeline.cli", "scorer", "-c", str(fifo)])
+    with fifo.open("w"):
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(timeout=60) == 0

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -21,16 +21,6 @@ from tests.sample_worker import crashes, idle, misreads, stubborn
 
 pytestmark = pytest.mark.usefixtures("logging_as_before")
 Settings = Callable[..., Config]
-
-
-@pytest.fixture(autouse=True)
-def _signals_as_before() -> Iterator[None]:
-    """A worker that has ended ignores signals; the tests after it must not."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -126,3 +116,9 @@ def test_port_in_use_is_2_and_names_the_setting(settings: Settings, capsys: pyte
 def test_exporter_watches_a_run_whose_settings_differ(settings: Settings) -> None:
     assert run_worker("scorer", settings("generation.group_size=8"), returns) == 0
     assert run_worker("exporter", settings("generation.group_size=4"), returns, joins=False) == 0
+
+
+def test_signals_are_as_before_when_the_worker_has_ended(settings: Settings) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+    assert run_worker("scorer", settings(), returns) == 0
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)] == before

@@ -5,9 +5,12 @@ In: settings. Out: the exit code of what ran.
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 
 import click
 
@@ -20,11 +23,17 @@ def _worker(role: str, summary: str) -> click.Command:
     def command(sources: Sources) -> int:
         from pipeline.server_address import with_server
 
+        # Before the worker listens to signals, and after it has ceased to, a signal finds nothing to drain.
+        signal.signal(signal.SIGTERM, _leave)
         config = with_server(sources.load())
         main: Callable[..., int] = import_module(f"workers.{role}").main
         return main(config)
 
     return command
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(0)
 
 
 generator = _worker("generator", "Sample completions for prompts with the newest weights.")
