@@ -89,7 +89,8 @@ class Collector:
                 self._changed.clear()
                 await self._changed.wait()
                 continue
-            leases = await self._streams.claim(Stream.SCORED, room, block_s=_CLAIM_WAIT_S)
+            num_wanted = min(room, self._groups_per_step)
+            leases = await self._streams.claim(Stream.SCORED, num_wanted, block_s=_CLAIM_WAIT_S)
             for lease in self._keeper.hold(leases):
                 await self._take(lease)
             if leases:

@@ -207,7 +207,7 @@ async def test_a_reward_that_hangs_for_some_prompts_holds_up_no_others(
 
 
 async def test_what_an_older_run_left_is_never_trained(tmp_path: Path, valkey_url: str, run_name: str) -> None:
-    async with running(tmp_path, valkey_url, run_name, *SCRIPTED) as run:
+    async with running(tmp_path, valkey_url, run_name, *SCRIPTED, "queues.lease_s=1.0") as run:
         await run.redis.set("somebody-else", b"stays")
         for worker in (run.start_all(), *run.workers[:2]):
             await run.until_steps(1)

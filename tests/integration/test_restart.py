@@ -19,6 +19,7 @@ SETTINGS = (
     "trainer.max_steps=12",
     "checkpoint.every_steps=3",
     "checkpoint.keep=10",
+    "queues.lease_s=1.0",
 )
 
 

@@ -141,9 +141,14 @@ async def test_every_bound_is_reached_and_what_exceeds_it_in_flight_is_handled(
             await run.until_over()
             return run, dict((await run.ledger()).dropped)
 
-    slow = ("generation.scripted.tokens_per_s=60", "generation.scripted.length_sigma=1.2", "trainer.groups_per_step=2")
+    long_tail = (
+        "generation.scripted.tokens_per_s=120",
+        "generation.scripted.length_sigma=1.2",
+        "trainer.groups_per_step=2",
+        "trainer.scripted_step_s=0.03",
+    )
     (zero, zero_dropped), (one, one_dropped), (eight, eight_dropped) = await asyncio.gather(
-        run_with(0, "drop"), run_with(1, "mask", "trainer.scripted_step_s=0.05", *slow), run_with(8, "drop")
+        run_with(0, "drop", "trainer.max_steps=8"), run_with(1, "mask", *long_tail), run_with(8, "drop")
     )
     assert {row["staleness_max"] for row in zero.steps} == {0}
     assert max(row["staleness_max"] for row in eight.steps) in {7, 8}

@@ -20,7 +20,7 @@ SLOW = (
     *SCRIPTED,
     "generation.scripted.tokens_per_s=32",
     "generation.max_num_seqs=16",
-    "trainer.max_steps=7",
+    "staleness.max_staleness=4",
     "scoring.rewards=[{function='tests.integration.rewards:slow'}]",
     "scoring.num_processes=2",
 )
@@ -57,32 +57,25 @@ def each_once(run: Run, groups: int) -> None:
     assert dict(run.times_trained) == {f"{ordinal:08d}": 1 for ordinal in range(groups)}
 
 
-async def test_groups_of_killed_generators_and_scorers_are_taken_over_and_trained_once(
+async def test_groups_of_killed_and_stalled_workers_are_taken_over_and_trained_once(
     tmp_path: Path, valkey_url: str, run_name: str
 ) -> None:
     async with running(tmp_path, valkey_url, run_name, *SLOW) as run:
-        run.start_all(generators=2, scorers=2)
-        doomed = (run.workers[0], run.workers[2])
-        ids = await stopped_while_they_hold_groups(run, doomed)
-        killed_at = time.monotonic()
+        generators = [run.start("generator") for _ in range(2)]
+        scorers = [run.start("scorer") for _ in range(2)]
+        # These two stay, with room for all that the others leave.
+        run.start("generator", "generation.max_num_seqs=64")
+        run.start("scorer", "scoring.num_processes=6")
+        run.start("trainer")
+        doomed, stalled = (generators[0], scorers[0]), (generators[1], scorers[1])
+        ids = await stopped_while_they_hold_groups(run, [*doomed, *stalled])
+        stopped_at = time.monotonic()
         for worker in doomed:
             worker.kill()
         await until_they_hold_nothing(run, ids)
-        assert time.monotonic() - killed_at < 2 * run.config.queues.lease_s
-        await run.until_over()
-        ledger = await run.ledger()
-        assert (ledger.fed, ledger.trained, ledger.dead, ledger.num_dropped) == (28, 28, 0, 0)
-        each_once(run, 28)
+        assert time.monotonic() - stopped_at < 2 * run.config.queues.lease_s
 
-
-async def test_late_results_of_stalled_generators_and_scorers_are_refused_and_counted(
-    tmp_path: Path, valkey_url: str, run_name: str
-) -> None:
-    async with running(tmp_path, valkey_url, run_name, *SLOW) as run:
-        run.start_all(generators=2, scorers=2)
-        stalled = (run.workers[0], run.workers[2])
-        ids = await stopped_while_they_hold_groups(run, stalled)
-        await until_they_hold_nothing(run, ids)
+        # Those that were only stalled come too late with their results.
         refused = (await run.ledger()).refused
         for worker in stalled:
             worker.signal(signal.SIGCONT)
@@ -92,8 +85,8 @@ async def test_late_results_of_stalled_generators_and_scorers_are_refused_and_co
         assert (await run.ledger()).refused >= refused + 2
         await run.until_over()
         ledger = await run.ledger()
-        assert (ledger.fed, ledger.trained, ledger.dead) == (28, 28, 0)
-        each_once(run, 28)
+        assert (ledger.fed, ledger.trained, ledger.dead, ledger.num_dropped) == (40, 40, 0, 0)
+        each_once(run, 40)
 
 
 async def test_streams_stay_within_admission_while_the_trainer_stands_still(
