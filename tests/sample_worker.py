@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import resource
 import sys
 import time
+
+import psutil
 
 from pipeline.config_files import load_config
 from pipeline.errors import DataError
@@ -64,7 +65,8 @@ async def misreads(context: WorkerContext) -> None:
 
 async def ends(context: WorkerContext) -> None:
     """Done, after saying how large the process is."""
-    megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    # Not ru_maxrss: that counts what the parent had at the fork.
+    megabytes = psutil.Process().memory_info().rss / 2**20
     heavy = sorted({"torch", "transformers", "vllm"} & sys.modules.keys())
     context.log.info("size", megabytes=megabytes, heavy=heavy)
 
