@@ -7,9 +7,9 @@
     |   +-- ModelError                  a model directory or tokenizer
     |   +-- RewardLoadError             a reward path that cannot be imported or called
     |   +-- RunConflictError            the run on the server is not the run that was asked for
+    |   +-- RunStalledError             nothing is left to train; only other data, rewards or settings help
     +-- ServiceUnavailableError         exit 3: Redis or the weight channel cannot be reached
     +-- DrainTimeoutError               exit 4: work in flight did not end in time
-    +-- RunStalledError                 exit 1: the run cannot go on and says why
     +-- MessageError                    a payload that does not validate; goes to dead_letters
     +-- WeightError                     weights that fail verification; the old version goes on serving
     +-- CheckpointError                 a checkpoint cannot be written or read; older ones are untouched
@@ -69,8 +69,8 @@ class DrainTimeoutError(RollstreamError):
     exit_code = 4
 
 
-class RunStalledError(RollstreamError):
-    """The run cannot make progress, and the message says why."""
+class RunStalledError(UsageError):
+    """Nothing is left to train on, and trying again would not help; the message says why."""
 
 
 class MessageError(RollstreamError):

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.config import Config, RedisSettings
 from pipeline.config_files import load_config
-from pipeline.errors import RunStalledError, ServiceUnavailableError
+from pipeline.errors import DrainTimeoutError, ServiceUnavailableError
 from pipeline.fleet import Fleet, WorkerInfo
 from pipeline.keys import Keys
 from pipeline.lifecycle import WorkerContext, run_worker
@@ -72,7 +72,7 @@ def test_mistake_of_the_user_is_2_in_one_line(settings: Settings, capsys: pytest
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(ServiceUnavailableError("nobody answers"), 3), (RunStalledError("every group is dropped"), 1)]
+    ("error", "code"), [(ServiceUnavailableError("nobody answers"), 3), (DrainTimeoutError("it took too long"), 4)]
 )
 def test_failure_on_purpose_has_its_own_code_and_no_traceback(
     settings: Settings, capsys: pytest.CaptureFixture[str], error: Exception, code: int

@@ -176,10 +176,10 @@ async def test_a_run_of_which_every_group_is_filtered_ends_with_the_reason(
         run.start("generator")
         run.start("scorer")
         trainer = run.start("trainer", may_fail=True)
-        assert await run.until_exit(trainer) == [1]
-        (last,) = trainer.events_named("worker_failed")
-        assert "zero_variance: " in str(last["error"])
-        assert "algorithm.max_refill = 3" in str(last["error"])
+        assert await run.until_exit(trainer) == [2]
+        (line,) = [line for line in trainer.output.splitlines() if line.startswith("error: ")]
+        assert "zero_variance: " in line
+        assert "algorithm.max_refill = 3" in line
         ledger = await run.ledger()
         assert (ledger.trained, ledger.num_dropped) == (0, ledger.dropped["zero_variance"])
         assert ledger.num_dropped >= 3 * 4
