@@ -221,6 +221,11 @@ async def test_what_an_older_run_left_is_never_trained(tmp_path: Path, valkey_ur
         assert f"run.name = '{run_name}': Redis holds groups of another run of this name" in line
         assert f"`rollstream reset --run {run_name}`" in line
         assert await run.ledger() == left
+
+        async def none_is_alive() -> bool:
+            return not any(info.is_alive for info in await run.fleet.workers())
+
+        await run.until(none_is_alive, "the registry to take the killed workers for lost")
         assert (await run.command("reset", "--yes")).code == 0
         assert await run.redis.get("somebody-else") == b"stays"
         for role in ("generator", "scorer", "trainer"):
