@@ -1,9 +1,9 @@
 """What a hop between two stages costs, against the bare server and against the usual pattern.
 
 A hop is: bounded push, read, acknowledge-and-delete, with leases, ledger and all guarantees on, in
-batches of 2 KiB groups. Compared with `redis-benchmark XADD -P 16` (a C client that only appends)
-and with one XADD for each sample and XREAD COUNT 1. All run against one server, in turn, several
-times; the medians of the rounds are reported.
+batches of 2 KiB groups. Compared with `redis-benchmark XADD -P 16`, a C client that only appends
+the same entry, and with one XADD for each sample and XREAD COUNT 1. All run against one server, in
+turn, several times; reported are medians over the rounds.
 
     python -m benchmarks.queue --json
 """
@@ -18,32 +18,22 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, cast
 
-import numpy as np
 from redis.asyncio import Redis
 
 from benchmarks.report import report
+from benchmarks.rollouts import rollout_payload, scored_payload
 from pipeline.config import QueueSettings, RedisSettings
 from pipeline.embedded import EmbeddedServer
 from pipeline.keys import Keys, Stream
-from pipeline.messages import (
-    Completion,
-    FinishReason,
-    PromptGroup,
-    RolloutGroup,
-    SamplingParams,
-    Score,
-    ScoredGroup,
-    VersionSpan,
-)
 from pipeline.streams import DropReason, Entry, Lease, Moved, Streams, connect
-from pipeline.wire import decode, encode
 
 PAYLOAD_BYTES = 2048
-_WARM_UP = 2048
+_FIELDS = ["group_id", "00000000", "attempt", "1", "weight_version", "0", "created_at", "1700000000.0", "schema", "1"]
+_WARM_UP = 1024
+_BLOCK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +52,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="times that everything is measured in turn")
     parser.add_argument("--groups", type=int, default=32768, help="groups in one measurement")
     parser.add_argument("--batch", type=int, default=256, help="groups in one call")
-    parser.add_argument("--pairs", type=int, default=2, help="producers, and consumers, at once")
+    parser.add_argument("--pairs", type=int, default=4, help="producers, and consumers, at once")
     arguments = parser.parse_args()
     program = shutil.which("redis-benchmark")
     if program is None:
-        sys.exit("redis-benchmark is not on PATH: install it, for example `apt-get install redis-tools`")
+        sys.exit("redis-benchmark is not on PATH: install it, for example with `apt-get install redis-tools`")
     load = Load(num_groups=arguments.groups, batch=arguments.batch, pairs=arguments.pairs)
     with EmbeddedServer.start() as server:
         results = asyncio.run(compare(program, server, load, arguments.rounds))
@@ -74,72 +64,162 @@ def main() -> None:
 
 
 async def compare(program: str, server: EmbeddedServer, load: Load, rounds: int) -> dict[str, float]:
-    """Rates in groups a second, medians over the rounds, and the two ratios."""
+    """Groups a second of each, and the ratios; all are medians over the rounds."""
     measurements: dict[str, Callable[[int], Awaitable[float]]] = {
-        "redis_benchmark": lambda num: redis_benchmark(program, server, 2 * num),
+        "redis_benchmark": lambda num: redis_benchmark(program, server, 2 * num, _FIELDS),
+        "redis_benchmark_payload_only": lambda num: redis_benchmark(program, server, 2 * num, []),
         "hop": lambda num: hop(server.url, load, num),
         "xadd_xread1": lambda num: xadd_xread1(server.url, num // 8),
         "hand_over": lambda num: hand_over(server.url, load, num),
-        "hand_over_coded": lambda num: hand_over(server.url, load, num // 4, is_coded=True),
+        "hand_over_coded": lambda num: hand_over(server.url, load, num // 8, is_coded=True),
     }
     for measure in measurements.values():
         await measure(_WARM_UP)
     rows = [{name: await measure(load.num_groups) for name, measure in measurements.items()} for _ in range(rounds)]
-    rates = {f"{name}_per_s": round(statistics.median(row[name] for row in rows)) for name in measurements}
+
+    def ratio(ours: str, theirs: str) -> float:
+        return round(statistics.median(row[ours] / row[theirs] for row in rows), 3)
+
     return {
-        "hop_vs_redis_benchmark": _median_ratio(rows, "hop", "redis_benchmark"),
-        "hop_vs_xadd_xread1": _median_ratio(rows, "hop", "xadd_xread1"),
-        "hand_over_vs_redis_benchmark": _median_ratio(rows, "hand_over", "redis_benchmark"),
-        **rates,
+        "hop_vs_redis_benchmark": ratio("hop", "redis_benchmark"),
+        "hop_vs_redis_benchmark_payload_only": ratio("hop", "redis_benchmark_payload_only"),
+        "hop_vs_xadd_xread1": ratio("hop", "xadd_xread1"),
+        "hand_over_vs_redis_benchmark": ratio("hand_over", "redis_benchmark"),
+        **{f"{name}_per_s": round(statistics.median(row[name] for row in rows)) for name in measurements},
         "payload_bytes": PAYLOAD_BYTES,
+        "coded_payload_bytes": len(rollout_payload(0)),
         "batch": load.batch,
     }
 
 
-def _median_ratio(rows: Sequence[dict[str, float]], ours: str, theirs: str) -> float:
-    return round(statistics.median(row[ours] / row[theirs] for row in rows), 3)
-
-
-async def redis_benchmark(program: str, server: EmbeddedServer, num: int) -> float:
-    """Appends a second of the C client, sixteen in flight on each of its fifty connections."""
+async def redis_benchmark(program: str, server: EmbeddedServer, num: int, fields: Sequence[str]) -> float:
+    """Appends a second of the C client: fifty connections with sixteen entries in flight on each."""
     where = ["-s", str(server.socket_path), "-P", "16", "-n", str(num), "--csv"]
-    command = ["XADD", "bare", "*", "payload", "x" * PAYLOAD_BYTES]
+    command = ["XADD", "bare", "*", *fields, "payload", "x" * PAYLOAD_BYTES]
     done = await asyncio.to_thread(
         subprocess.run, [program, *where, *command], check=True, stdout=subprocess.PIPE, text=True
     )
     async with _client(server.url) as client:
         await client.delete("bare")
-    # "command","rps",...: the command holds no quotes, the rate is what follows it.
+    # The last line is "command","rate",...; the payload is the end of the command.
     return float(done.stdout.splitlines()[-1].rpartition(PAYLOAD_BYTES * "x")[2].split(",")[1].strip('"'))
 
 
 async def hop(url: str, load: Load, num: int) -> float:
     """Groups a second that are fed, claimed and taken out, producers and consumers at once."""
-    payload = b"x" * PAYLOAD_BYTES
-    entries = [Entry(group_id=f"{n:08d}", weight_version=0, payload=payload, ordinal=n) for n in range(num)]
-    batches = iter(range(0, num, load.batch))
+    batches = iter(_batches(_entries(num), load.batch))
     room = asyncio.Semaphore(4 * load.pairs)
     num_out = 0
 
     async def produce(streams: Streams) -> None:
-        for start in batches:
+        for batch in batches:
             await room.acquire()
-            batch = [_without_ordinal(entry) for entry in entries[start : start + load.batch]]
             assert await streams.feed(batch, limit=num) == len(batch)
 
     async def consume(streams: Streams) -> None:
         nonlocal num_out
         while num_out < num:
-            leases = await streams.claim(Stream.PROMPTS, load.batch, block_s=0.05)
-            num_out += await streams.drop(leases, DropReason.STALE)
-            for _ in range(len(leases) // load.batch):
+            leases = await streams.claim(Stream.PROMPTS, load.batch, block_s=_BLOCK_S)
+            num_dropped = await streams.drop(leases, DropReason.STALE)
+            for _ in range((num_out + num_dropped) // load.batch - num_out // load.batch):
                 room.release()
+            num_out += num_dropped
 
     async with _workers(url, 2 * load.pairs) as workers:
-        producers, consumers = workers[: load.pairs], workers[load.pairs :]
         started = time.perf_counter()
-        await asyncio.gather(*(produce(each) for each in producers), *(consume(each) for each in consumers))
-        rate = num / (time.perf_counter() - started)
+        await asyncio.gather(*map(produce, workers[: load.pairs]), *map(consume, workers[load.pairs :]))
+        seconds = time.perf_counter() - started
         ledger = await workers[0].ledger()
-        assert ledger.balances and ledger.num_dropped == num, ledger
-    return rate
+        assert ledger.balances, ledger
+        assert ledger.num_dropped == num, ledger
+    return num / seconds
+
+
+async def hand_over(url: str, load: Load, num: int, *, is_coded: bool = False) -> float:
+    """Groups a second that are claimed and handed over; is_coded: decoded, scored and encoded between."""
+    entries = _entries(num, rollout_payload if is_coded else None)
+    num_out = 0
+
+    async def work(streams: Streams) -> None:
+        nonlocal num_out
+        while num_out < num:
+            leases = await streams.claim(Stream.PROMPTS, load.batch, block_s=_BLOCK_S)
+            moved = await streams.hand_over_many([(lease, _next(lease, is_coded)) for lease in leases], Stream.SCORED)
+            num_out += moved.count(Moved.MOVED)
+
+    async with _workers(url, load.pairs) as workers:
+        assert await workers[0].feed(entries, limit=num) == num
+        started = time.perf_counter()
+        await asyncio.gather(*map(work, workers))
+        seconds = time.perf_counter() - started
+        ledger = await workers[0].ledger()
+        assert ledger.balances, ledger
+        assert ledger.live == num, ledger
+    return num / seconds
+
+
+async def xadd_xread1(url: str, num: int) -> float:
+    """Samples a second of the usual pattern: no group, no acknowledgement, no bound."""
+    payload = b"x" * PAYLOAD_BYTES
+
+    async def produce(client: Redis) -> None:
+        for _ in range(num):
+            await client.xadd("plain", {"payload": payload})
+
+    async def consume(client: Redis) -> None:
+        last: bytes | str = b"0"
+        for _ in range(num):
+            reply = await client.xread({"plain": last}, count=1, block=5000)
+            assert isinstance(reply, list)
+            last = reply[0][1][0][0]
+
+    async with _client(url) as producer, _client(url) as consumer:
+        started = time.perf_counter()
+        await asyncio.gather(produce(producer), consume(consumer))
+        seconds = time.perf_counter() - started
+        await producer.delete("plain")
+    return num / seconds
+
+
+def _entries(num: int, payload_of: Callable[[int], bytes] | None = None) -> list[Entry]:
+    plain = b"x" * PAYLOAD_BYTES
+    return [
+        Entry(group_id=f"{number:08d}", weight_version=0, payload=payload_of(number) if payload_of else plain)
+        for number in range(num)
+    ]
+
+
+def _next(lease: Lease, is_coded: bool) -> Entry:
+    payload = scored_payload(lease.payload) if is_coded else lease.payload
+    return Entry(group_id=lease.group_id, weight_version=lease.weight_version, payload=payload)
+
+
+def _batches(entries: Sequence[Entry], size: int) -> list[Sequence[Entry]]:
+    return [entries[start : start + size] for start in range(0, len(entries), size)]
+
+
+@asynccontextmanager
+async def _client(url: str) -> AsyncIterator[Redis]:
+    client = connect(RedisSettings(), url)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+@asynccontextmanager
+async def _workers(url: str, num: int) -> AsyncIterator[list[Streams]]:
+    """Workers of a fresh run, each with a connection of its own."""
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(_client(url)) for _ in range(num)]
+        workers = [
+            Streams(client, Keys("benchmark"), QueueSettings(), consumer=f"worker-{number}")
+            for number, client in enumerate(clients)
+        ]
+        await workers[0].clear()
+        yield workers
+        await workers[0].clear()
+
+
+if __name__ == "__main__":
+    main()
