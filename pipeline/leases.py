@@ -7,6 +7,7 @@ is lost is told, never taken back.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from pipeline.keys import Stream
 RawFields = Mapping[bytes, bytes]
 
 
+_MAX_DIGITS = 18
 # The fields of a training group, in the order in which the scripts write them.
 _NAMES = [b"group_id", b"attempt", b"weight_version", b"created_at", b"schema", b"payload"]
 
@@ -114,15 +116,16 @@ def text_of(fields: RawFields, name: bytes) -> str:
 def integer_of(fields: RawFields, name: bytes, default: int = 0) -> int:
     """A field as an integer, or the default where it is none."""
     value = fields.get(name, b"")
-    return int(value) if value.isdigit() else default
+    return int(value) if value.isdigit() and len(value) <= _MAX_DIGITS else default
 
 
 def seconds_of(fields: RawFields, name: bytes) -> float:
     """A field as Unix seconds, or 0 where it is none."""
     try:
-        return float(fields.get(name, b"0"))
+        value = float(fields.get(name, b"0"))
     except ValueError:
         return 0.0
+    return value if math.isfinite(value) else 0.0
 
 
 def lease_of(stream: Stream, entry_id: bytes, fields: Sequence[bytes], attempt: int | None = None) -> Lease:
@@ -137,7 +140,7 @@ def lease_of(stream: Stream, entry_id: bytes, fields: Sequence[bytes], attempt: 
             stream=stream,
             entry_id=entry_id,
             group_id=fields[1].decode(),
-            attempt=attempt or int(fields[3]),
+            attempt=attempt or max(int(fields[3]), 1),
             weight_version=int(fields[5]),
             is_evaluation=False,
             created_at=float(fields[7]),

@@ -83,6 +83,12 @@ local function fields_of(stream, id)
   return flat, named
 end
 
+-- The attempt that an entry starts with; 1 where it says nothing sensible.
+local function first_attempt(value)
+  local number = tonumber(value)
+  return number and number >= 1 and number < 1e6 and math.floor(number) or 1
+end
+
 -- "prompts" of "{run}:prompts".
 local function name_of(stream) return string.match(stream, '[^:]+$') end
 

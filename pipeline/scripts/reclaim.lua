@@ -10,7 +10,7 @@ for _ = 1, math.ceil(1000 / wanted) do
   for _, entry in ipairs(found[2]) do
     local id, fields, first = entry[1], entry[2], 1
     for i = 1, #fields, 2 do
-      if fields[i] == 'attempt' then first = math.max(tonumber(fields[i + 1]) or 1, 1) end
+      if fields[i] == 'attempt' then first = first_attempt(fields[i + 1]) end
     end
     local attempt = first - 1 + redis.call('XPENDING', stream, GROUP, id, id, 1)[1][4]
     if attempt > max_attempts then

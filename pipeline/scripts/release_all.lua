@@ -5,8 +5,7 @@ local pending = redis.pcall('XPENDING', stream, GROUP, '-', '+', most, CONSUMER)
 if pending.err then return cmsgpack.pack({0, 0}) end
 for _, row in ipairs(pending) do
   local _, named = fields_of(stream, row[1])
-  local first = math.max(tonumber(named and named.attempt) or 1, 1)
-  give_back(stream, row[1], first + row[4] - 1)
+  give_back(stream, row[1], first_attempt(named and named.attempt) + row[4] - 1)
 end
 local left = #redis.call('XPENDING', stream, GROUP, '-', '+', 1, CONSUMER)
 if left == 0 then redis.call('XGROUP', 'DELCONSUMER', stream, GROUP, CONSUMER) end

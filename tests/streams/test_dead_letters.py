@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from pipeline.errors import MessageError
 from pipeline.keys import Keys, Stream
+from pipeline.leases import lease_of
 from pipeline.messages import PromptGroup
 from pipeline.streams import Entry, Moved, Streams
 from pipeline.wire import decode
@@ -109,3 +114,34 @@ async def test_a_dead_evaluation_group_that_was_fed_anew_is_not_live_twice(worke
     assert await streams.requeue() == 0
     ledger = await streams.ledger()
     assert (ledger.eval_fed, ledger.eval_dead, ledger.eval_live, ledger.balances) == (2, 1, 1, True)
+
+
+WRITTEN = [b"group_id", b"attempt", b"weight_version", b"created_at", b"schema", b"payload"]
+FIELD_NAMES = st.sampled_from([*WRITTEN, b"evaluation", b"other"])
+FIELD_VALUES = st.one_of(
+    st.binary(max_size=20), st.sampled_from([b"nan", b"inf", b"-1", b"1e400", b"9" * 5000, b"1", "¹".encode(), b""])
+)
+
+
+@given(fields=st.lists(st.tuples(FIELD_NAMES, FIELD_VALUES), max_size=8))
+def test_no_field_of_an_entry_can_stop_a_worker(fields: list[tuple[bytes, bytes]]) -> None:
+    in_our_order = [word for name, (_, value) in zip(WRITTEN, fields, strict=False) for word in (name, value)]
+    for flat in (in_our_order, [word for field in fields for word in field]):
+        lease = lease_of(Stream.PROMPTS, b"1-1", flat)
+        assert lease.attempt >= 1
+        assert isinstance(lease.payload, bytes)
+
+
+@pytest.mark.parametrize("attempt", [b"nan", b"inf", b"-1e300", b"9" * 5000, b""])
+async def test_an_entry_with_an_absurd_attempt_is_still_taken_over_and_given_back(
+    worker: Worker, lapse: Callable[..., Awaitable[None]], redis: Redis, keys: Keys, attempt: bytes
+) -> None:
+    await redis.xadd(keys.stream(Stream.PROMPTS), {b"group_id": b"a", b"attempt": attempt})
+    (lease,) = await worker("first").claim(Stream.PROMPTS, 1, block_s=0)
+    await lapse(lease)
+    second = worker("second")
+    (lease,) = await second.claim(Stream.PROMPTS, 1, block_s=0)
+    assert lease.attempt == 2
+    assert await second.release_all() == 1
+    (lease,) = await worker("third").claim(Stream.PROMPTS, 1, block_s=0)
+    assert lease.attempt == 2
