@@ -81,29 +81,28 @@ def _require(condition: bool, problem: str) -> None:
         raise MessageError(problem)
 
 
+# Texts of problems are only made where there is one: reading is on the way of every group.
+
+
 def _typed(value: object, kind: type[_Item], name: str) -> _Item:
-    is_bool_for_number = isinstance(value, bool) and kind is not bool
-    _require(
-        isinstance(value, kind) and not is_bool_for_number,
-        f"{name} is {type(value).__name__}, expected {kind.__name__}",
-    )
-    return cast(_Item, value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise MessageError(f"{name} is {type(value).__name__}, expected {kind.__name__}")
+    return value
 
 
 def _natural(fields: _Fields, name: str) -> int:
     value = _typed(fields[name], int, name)
-    _require(0 <= value < 1 << 63, f"{name} = {value} is out of range")
+    if not 0 <= value < 1 << 63:
+        raise MessageError(f"{name} = {value} is out of range")
     return value
 
 
 def _number(value: object, name: str) -> float:
-    _require(
-        isinstance(value, int | float) and not isinstance(value, bool),
-        f"{name} is {type(value).__name__}, expected a number",
-    )
-    number = float(cast(float, value))
-    _require(math.isfinite(number), f"{name} = {number} is not finite")
-    return number
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise MessageError(f"{name} is {type(value).__name__}, expected a number")
+    if not math.isfinite(value):
+        raise MessageError(f"{name} = {value} is not finite")
+    return float(value)
 
 
 def _list(fields: _Fields, name: str) -> list[Any]:
@@ -112,7 +111,8 @@ def _list(fields: _Fields, name: str) -> list[Any]:
 
 def _array(value: object, dtype: np.dtype[Any], name: str) -> npt.NDArray[Any]:
     data = _typed(value, bytes, name)
-    _require(len(data) % dtype.itemsize == 0, f"{name} has {len(data)} bytes, not a multiple of {dtype.itemsize}")
+    if len(data) % dtype.itemsize:
+        raise MessageError(f"{name} has {len(data)} bytes, not a multiple of {dtype.itemsize}")
     return np.frombuffer(data, dtype=dtype)
 
 
