@@ -64,7 +64,7 @@ class Up:
     def __init__(self, directory: Path, *words: str) -> None:
         self.directory = directory
         (directory / "rollstream.toml").write_text(SETTINGS, encoding="utf-8")
-        self.log = directory / "up.log"
+        self.log = directory / f"up-{len(list(directory.glob('up-*.log')))}.log"
         environ = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
