@@ -10,6 +10,7 @@
     |   +-- RunStalledError             nothing is left to train; only other data, rewards or settings help
     +-- ServiceUnavailableError         exit 3: Redis or the weight channel cannot be reached
     +-- DrainTimeoutError               exit 4: work in flight did not end in time
+    +-- TrainerReplacedError            exit 1: another trainer took the run over
     +-- MessageError                    a payload that does not validate; goes to dead_letters
     +-- WeightError                     weights that fail verification; the old version goes on serving
     +-- CheckpointError                 a checkpoint cannot be written or read; older ones are untouched
@@ -71,6 +72,10 @@ class DrainTimeoutError(RollstreamError):
 
 class RunStalledError(UsageError):
     """Nothing is left to train on, and trying again would not help; the message says why."""
+
+
+class TrainerReplacedError(RollstreamError):
+    """Another trainer took the run over. Nothing that this one has may be written any more."""
 
 
 class MessageError(RollstreamError):

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from importlib import resources
 from typing import TYPE_CHECKING, Any, cast
 
-from pipeline.errors import RunConflictError
+from pipeline.errors import RunConflictError, TrainerReplacedError
 from pipeline.keys import Keys
 from pipeline.messages import Endpoints
 from pipeline.roster import MICROSECONDS, Control, RunFacts, WorkerInfo, new_worker_id, read_worker, record_of
@@ -196,15 +196,23 @@ class Fleet:
         return await self._lock(worker_id, ttl_s, "take")
 
     async def renew_trainer(self, worker_id: str, ttl_s: float) -> bool:
-        """Prolong it. False when it was lost: train nothing more until it is acquired again."""
+        """Prolong it, also after it expired. False when another took it since: train nothing more."""
         return await self._lock(worker_id, ttl_s, "renew")
+
+    async def hold_trainer(self, worker_id: str, ttl_s: float) -> None:
+        """Prolong it. Raises TrainerReplacedError when another took it since."""
+        if not await self.renew_trainer(worker_id, ttl_s):
+            raise TrainerReplacedError(
+                f"another trainer ({(await self.facts()).trainer or 'gone since'}) took the run over, because this "
+                f"one was silent for longer than queues.lease_s = {ttl_s:g}"
+            )
 
     async def release_trainer(self, worker_id: str) -> bool:
         """Give it up; False when another holds it, whose lock stays as it is."""
-        return bool(await self._call("unlock", [self._keys.trainer_lock], [worker_id]))
+        return bool(await self._call("unlock", [self._keys.trainer_lock, self._keys.meta], [worker_id]))
 
     async def _lock(self, worker_id: str, ttl_s: float, how: str) -> bool:
-        keys = [self._keys.trainer_lock, self._keys.control]
+        keys = [self._keys.trainer_lock, self._keys.control, self._keys.meta]
         return bool(await self._call("lock", keys, [worker_id, int(ttl_s * 1000), how]))
 
     async def _hget(self, key: str, name: str) -> str | None:

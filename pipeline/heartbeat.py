@@ -15,7 +15,6 @@ from typing import Protocol
 from redis.exceptions import RedisError
 
 from pipeline.context import WorkerContext
-from pipeline.errors import RollstreamError
 from pipeline.fleet import Control, WorkerInfo
 from pipeline.messages import Json
 from pipeline.rates import Rates
@@ -84,15 +83,8 @@ class Heartbeat:
 
     async def _renew_lock(self) -> None:
         context = self._context
-        ttl_s = context.config.queues.lease_s
-        if not context.holds_trainer_lock or await context.fleet.renew_trainer(context.worker_id, ttl_s):
-            return
-        # It may have expired in an outage without anyone having taken it.
-        if not await context.fleet.acquire_trainer(context.worker_id, ttl_s):
-            raise RollstreamError(
-                f"another trainer ({(await context.fleet.facts()).trainer}) took the run over, because this one "
-                f"was silent for longer than queues.lease_s = {ttl_s:g}"
-            )
+        if context.holds_trainer_lock:
+            await context.fleet.hold_trainer(context.worker_id, context.config.queues.lease_s)
 
     async def _look_for_run(self, control: Control) -> None:
         context = self._context

@@ -14,7 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.checkpoints import Checkpoints
+from pipeline.checkpoints import Checkpoint, Checkpoints
+from pipeline.config_files import fingerprint
 from pipeline.errors import CheckpointError, RunConflictError
 from pipeline.learner import Learner
 from pipeline.lifecycle import WorkerContext
@@ -56,6 +57,7 @@ class Recovery:
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
         self._checkpoints = Checkpoints(context.config.run_dir / "checkpoints", context.config.checkpoint)
+        self._identity_file = context.config.run_dir / "run.json"
 
     async def become_the_trainer(self) -> bool:
         """Wait until no other trainer holds the run; False when the worker drains before that.
@@ -76,40 +78,85 @@ class Recovery:
     async def _check_identity(self) -> None:
         """What was fed in Redis must have been fed by the run of this directory."""
         context = self._context
-        path = context.config.run_dir / "run.json"
-        ours = json.loads(path.read_text())["run_id"] if path.exists() else None
         ledger = await context.streams.ledger()
         has_been_fed = ledger.fed > 0 or ledger.eval_fed > 0
-        if has_been_fed and ours != context.run_id:
+        if has_been_fed and self._read_identity().get("run_id") != context.run_id:
             raise RunConflictError(
                 f"run.name = {context.config.run.name!r}: Redis holds groups of another run of this name, which does "
                 f"not belong to {context.config.run_dir}. Choose another run.name, or remove what is left of it with "
                 f"`rollstream reset --run {context.config.run.name}`"
             )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"run_id": context.run_id, "run": context.config.run.name}) + "\n")
+        self.remember(0)
+
+    def remember(self, version: int) -> None:
+        """Keep on disk which run in Redis this directory belongs to, and the newest version it has used.
+
+        Redis may come back without its data, and generators may be elsewhere; numbers that were
+        used once are then still known.
+        """
+        identity = {
+            "run": self._context.config.run.name,
+            "run_id": self._context.run_id,
+            "weight_version": max(version, self._last_version()),
+        }
+        self._identity_file.parent.mkdir(parents=True, exist_ok=True)
+        aside = self._identity_file.with_suffix(".writing")
+        aside.write_text(json.dumps(identity) + "\n", encoding="utf-8")
+        aside.replace(self._identity_file)
+
+    def _read_identity(self) -> dict[str, Json]:
+        try:
+            identity = json.loads(self._identity_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return identity if isinstance(identity, dict) else {}
+
+    def _last_version(self) -> int:
+        version = self._read_identity().get("weight_version", 0)
+        return version if isinstance(version, int) else 0
 
     async def restore(self, learner: Learner) -> TrainerState:
-        """The state to go on from; the learner holds its weights."""
+        """The state to go on from; the learner holds its weights.
+
+        Raises RunConflictError for a checkpoint that was written with other settings.
+        """
         context = self._context
         checkpoint = None
         if context.config.checkpoint.resume == "auto":
             checkpoint = await asyncio.to_thread(self._checkpoints.latest)
-        known_version = await context.fleet.version()
         fed = (await context.streams.ledger()).next_ordinal
-        if checkpoint is None:
-            state = TrainerState(step=0, version=0, cursor=fed)
-        else:
+        state = TrainerState(step=0, version=0, cursor=fed)
+        if checkpoint is not None:
+            self._check_settings(checkpoint)
             learner.load_state_dict(await asyncio.to_thread(checkpoint.learner_state))
             step, version, cursor = (_integer(checkpoint.state, name) for name in ("step", "version", "cursor"))
             state = TrainerState(step=step, version=version, cursor=max(fed, cursor))
             # The trainer may have died after writing it and before saying so.
             await context.streams.commit(_strings(checkpoint.state, "committed"))
-        if known_version is not None:
-            state = dataclasses.replace(state, version=max(known_version, state.version) + 1)
-        if checkpoint is not None or known_version is not None:
+        used = await self._newest_version()
+        if checkpoint is not None or used is not None:
+            state = dataclasses.replace(state, version=max(used or 0, state.version) + 1)
             context.log.info("resumed", step=state.step, weight_version=state.version, cursor=state.cursor)
         return state
+
+    async def _newest_version(self) -> int | None:
+        """The newest version that anyone knows of: Redis, this directory, or a worker; None before the first."""
+        workers = await self._context.fleet.workers()
+        served = [worker.status.get("weight_version") for worker in workers]
+        known = [await self._context.fleet.version(), self._last_version() or None, *served]
+        return max((version for version in known if isinstance(version, int)), default=None)
+
+    def _check_settings(self, checkpoint: Checkpoint) -> None:
+        """The run may have been reset in Redis and started anew with other settings."""
+        context = self._context
+        ours = fingerprint(context.config)
+        saved = checkpoint.state.get("settings", ours)
+        differing = [f"{key} = {ours[key]} here, {saved.get(key)} there" for key in ours if saved.get(key) != ours[key]]
+        if differing:
+            raise RunConflictError(
+                f"{checkpoint.path} was written with other settings: {'; '.join(differing)}. Choose another run.name, "
+                f'move {context.config.run_dir} away, or set checkpoint.resume = "never"'
+            )
 
     async def lost_groups(self) -> list[PromptGroup]:
         """Groups that were trained into weights which no checkpoint holds."""
@@ -124,7 +171,8 @@ class Recovery:
         """Write a checkpoint, then commit the groups whose effect it holds.
 
         Raises CheckpointError when it cannot be written and checkpoint.on_failure says to stop, or
-        none comes after it. Otherwise the groups stay uncommitted until the next one.
+        none comes after it. Otherwise the groups stay uncommitted until the next one. Raises
+        TrainerReplacedError, and writes nothing, when another trainer took the run over.
         """
         context = self._context
         content: dict[str, Json] = {
@@ -132,7 +180,9 @@ class Recovery:
             "version": state.version,
             "cursor": state.cursor,
             "committed": [*state.uncommitted],
+            "settings": dict(fingerprint(context.config)),
         }
+        await context.fleet.hold_trainer(context.worker_id, context.config.queues.lease_s)
         started = time.monotonic()
         try:
             path = await asyncio.to_thread(self._checkpoints.save, state.step, learner=learner, state=content)

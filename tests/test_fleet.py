@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 from redis.asyncio import Redis
 
-from pipeline.errors import RunConflictError
+from pipeline.errors import RunConflictError, TrainerReplacedError
 from pipeline.fleet import Fleet, WorkerInfo, new_worker_id
 from pipeline.keys import Keys
 from pipeline.messages import Endpoints
@@ -198,3 +198,16 @@ async def test_a_run_that_is_over_can_be_forgotten_and_nothing_else_is_touched(r
     assert [key async for key in redis.scan_iter(match=keys.pattern)] == []
     assert await redis.delete(f"other:{keys.run}") == 1
     await fleet.join({"model.path": "b"})
+
+
+async def test_a_lock_that_expired_is_renewed_only_by_its_last_holder(fleet: Fleet, redis: Redis, keys: Keys) -> None:
+    assert await fleet.acquire_trainer("a", 10)
+    await redis.delete(keys.trainer_lock)  # as when it expires
+    assert await fleet.renew_trainer("a", 10)
+    await redis.delete(keys.trainer_lock)
+    assert await fleet.acquire_trainer("b", 10)
+    assert await fleet.release_trainer("b")
+    # b came and went; what a has is old.
+    assert not await fleet.renew_trainer("a", 10)
+    with pytest.raises(TrainerReplacedError, match="another trainer"):
+        await fleet.hold_trainer("a", 10)

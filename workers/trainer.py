@@ -156,6 +156,7 @@ class Trainer:
         state = await asyncio.to_thread(self._learner.export_weights, version)
         # First the number, then the weights: a trainer that dies in between leaves a number that is
         # never used, not weights whose number its successor would use again.
+        self._recovery.remember(version)
         await self._context.fleet.set_version(version)
         await asyncio.to_thread(self._publisher.publish, state)
         self._context.metrics.weight_publish_seconds.observe(time.monotonic() - started)
@@ -180,6 +181,7 @@ class Trainer:
 
     async def _introduce_again(self) -> None:
         """Redis came back without the run: say once more where the weights are."""
+        self._recovery.remember(self._state.version)
         await self._context.fleet.set_endpoints(self._endpoints)
         await self._context.fleet.set_version(self._state.version)
 

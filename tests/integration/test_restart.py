@@ -6,10 +6,12 @@ Scenarios Q2 (trainer) and S6.
 from __future__ import annotations
 
 import json
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoints import Checkpoints
 from pipeline.keys import Keys
 from tests.integration.harness import SCRIPTED, Run, running
 
@@ -90,3 +92,54 @@ async def test_a_trainer_that_died_between_checkpoint_and_count_trains_nothing_t
         await run.until_over()
         assert (await run.ledger()).uncommitted == 0
         assert set(run.times_trained.values()) == {1}
+
+
+async def test_a_trainer_that_was_replaced_while_it_stood_still_writes_nothing_any_more(
+    tmp_path: Path, valkey_url: str, run_name: str
+) -> None:
+    async with running(tmp_path, valkey_url, run_name, *SETTINGS) as run:
+        stalled = run.start_all()
+        stalled.may_fail = True
+        await run.until_steps(4)
+        stalled.signal(signal.SIGSTOP)
+        successor = run.start("trainer")
+        assert await run.until_exit(successor) == [0]
+        checkpoints = Checkpoints(run.config.run_dir / "checkpoints", run.config.checkpoint)
+        before = [checkpoint.step for checkpoint in checkpoints.list()]
+        stalled.signal(signal.SIGCONT)
+        assert await run.until_exit(stalled) == [1]
+        (last,) = stalled.events_named("worker_failed")
+        assert "took the run over" in str(last["error"])
+        assert [checkpoint.step for checkpoint in checkpoints.list()] == before
+        assert before[-1] == 12
+
+
+async def test_versions_go_on_rising_when_redis_lost_the_run_while_there_was_no_trainer(
+    tmp_path: Path, valkey_url: str, run_name: str
+) -> None:
+    async with running(tmp_path, valkey_url, run_name, *SETTINGS) as run:
+        doomed = run.start_all()
+        await run.until_steps(5)
+        doomed.kill()
+        version = await run.fleet.version()
+        assert version is not None
+        await run.redis.unlink(*[key async for key in run.redis.scan_iter(match=Keys(run_name).pattern)])
+        successor = run.start("trainer")
+        await run.until(lambda: successor.events_named("resumed") != [], "a trainer that resumes")
+        (resumed,) = successor.events_named("resumed")
+        assert (resumed["step"], resumed["weight_version"]) == (3, version + 1)
+        await run.until_over()
+        assert (await run.ledger()).dead == 0
+
+
+async def test_a_checkpoint_of_other_settings_is_refused_after_a_reset(
+    tmp_path: Path, valkey_url: str, run_name: str
+) -> None:
+    async with running(tmp_path, valkey_url, run_name, *SETTINGS, "trainer.max_steps=3") as run:
+        run.start_all()
+        await run.until_over()
+        await run.fleet.forget_run()
+        trainer = run.start("trainer", "generation.group_size=2", may_fail=True)
+        assert await run.until_exit(trainer) == [2]
+        assert "generation.group_size = 2 here, 4 there" in trainer.output
+        assert 'checkpoint.resume = "never"' in trainer.output

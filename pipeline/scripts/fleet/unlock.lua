@@ -1,3 +1,4 @@
--- Gives up the right to train, if the worker holds it. KEYS: trainer_lock. ARGV: worker id.
+-- Gives up the right to train, if the worker holds it. KEYS: trainer_lock, meta. ARGV: worker id.
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('HSET', KEYS[2], 'last_trainer', '')
 return redis.call('DEL', KEYS[1])
