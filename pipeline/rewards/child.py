@@ -10,11 +10,13 @@ import array
 import asyncio
 import inspect
 import math
+import os
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from pipeline.errors import RewardLoadError
@@ -37,27 +39,44 @@ def main(fd: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _keep_running)
     with socket.socket(fileno=fd) as sock, asyncio.Runner() as runner:
-        functions = _load(sock)
+        home = os.getpid()
+        # A copy that holds the socket would hide from the scorer that this process has died.
+        os.register_at_fork(after_in_child=sock.close)
+        functions = _load(sock, home)
         while functions is not None and (frame := frames.receive(sock)) is not None:
-            frames.send(sock, _answer(functions[frame["reward"]], frame, runner))
+            with _ending_copies(home):
+                answer = _answer(functions[frame["reward"]], frame, runner)
+            frames.send(sock, answer | {"number": frame["number"]})
     return 0
+
+
+@contextmanager
+def _ending_copies(home: int) -> Iterator[None]:
+    """A copy that user code has forked ends where it would come back here; only `home` answers."""
+    try:
+        yield
+    finally:
+        if os.getpid() != home:
+            os._exit(0)
 
 
 def _keep_running(_number: int, _stack: object) -> None:
     """Signals are the scorer's business; it closes the socket when it is done."""
 
 
-def _load(sock: socket.socket) -> list[RewardFunction] | None:
+def _load(sock: socket.socket, home: int) -> list[RewardFunction] | None:
     order = frames.receive(sock)
     if order is None:
         return None
     sys.path.extend(entry for entry in order["path"] if entry not in sys.path)
     try:
-        functions = [load_function(reward["function"], reward["kwargs"]) for reward in order["rewards"]]
+        with _ending_copies(home):
+            functions = [load_function(reward["function"], reward["kwargs"]) for reward in order["rewards"]]
     except RewardLoadError as error:
-        frames.send(sock, {"error": " ".join(str(error).split())})  # one line, whatever the user's code raised
+        problem = " ".join(str(error).split())  # one line, whatever the user's code raised
+        frames.send(sock, {"number": order["number"], "error": problem})
         return None
-    frames.send(sock, {"ready": True})
+    frames.send(sock, {"number": order["number"], "ready": True})
     return functions
 
 

@@ -3,10 +3,12 @@
 In: plain values. Out: the same values at the other end of a socket. Imports next to nothing,
 because every child process pays for it.
 
-    scorer -> child   {rewards: [{function, kwargs}], path: [...]}    once
-    child  -> scorer  {ready: [{name}]} or {error: text}
-    scorer -> child   {reward: index, prompt, texts, token_ids, columns}
-    child  -> scorer  {values: [number, None or {error: text}]} or {error: text, detail: traceback}
+    scorer -> child   {number, rewards: [{function, kwargs}], path: [...]}    once
+    child  -> scorer  {number, ready: true} or {number, error: text}
+    scorer -> child   {number, reward: index, prompt, texts, token_ids, columns}
+    child  -> scorer  {number, values: [number, None or {error: text}]} or {number, error: text, detail: traceback}
+
+The number counts what the scorer has asked; an answer carries that of its question.
 """
 
 from __future__ import annotations

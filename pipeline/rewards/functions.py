@@ -32,6 +32,8 @@ SHIPPED = {
     "json_schema": "pipeline.rewards.structured:json_schema",
 }
 _SIGNATURE = "def reward(prompts, completions, **columns) -> list[float | None]"
+_MACHINERY = {__file__, str(Path(__file__).with_name("child.py"))}
+_STDLIB = str(Path(traceback.__file__).parent)
 _PASSED_ALWAYS = ("prompts", "completions", "completion_ids")
 
 
@@ -118,15 +120,23 @@ def _run_user_code(action: Callable[[], object], function: str) -> object:
 
 
 def place_of(error: BaseException) -> str:
-    """Where the user's code failed, as " (file:line)"; empty if unknown."""
+    """Where the user's code failed, as " (file:line)"; empty if unknown.
+
+    The line nearest to the failure that is in neither a library nor this package's own machinery.
+    """
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if "importlib" not in frame.filename and Path(frame.filename).name not in {"functions.py", "child.py"}
+        if "importlib" not in frame.filename and frame.filename not in _MACHINERY
     ]
+    frames = [frame for frame in frames if not _is_library(frame.filename)] or frames
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+
+
+def _is_library(filename: str) -> bool:
+    return "site-packages" in filename or filename.startswith((_STDLIB, "<"))
 
 
 def _check_kind(found: object, function: str) -> None:

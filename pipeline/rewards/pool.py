@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from pipeline.errors import RewardLoadError, RollstreamError
 from pipeline.messages import Completion, Outcome, RewardResult, RolloutGroup, Score
 from pipeline.rewards import frames
 from pipeline.rewards.combining import combine
+from pipeline.rewards.failure_log import FailureLog
 from pipeline.rewards.loading import Reward, name_rewards, order
 from pipeline.rewards.process import ProcessDiedError, RewardProcess
 
@@ -47,15 +49,18 @@ class RewardStats:
 
 
 class RewardPool:
-    """Runs reward functions in `num_processes` processes, one call at a time in each."""
+    """Runs reward functions in `num_processes` processes, one call at a time in each.
 
-    def __init__(self, settings: ScoringSettings) -> None:
+    clock: monotonic seconds, by which failures are logged.
+    """
+
+    def __init__(self, settings: ScoringSettings, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
         self._rewards = name_rewards(settings.rewards)
         self._idle: asyncio.Queue[RewardProcess | RollstreamError] = asyncio.Queue()
         self._processes: set[RewardProcess] = set()
         self._replacing: set[asyncio.Task[None]] = set()
-        self._logged: set[tuple[str, Outcome]] = set()
+        self._failures = FailureLog(clock=clock)
         self._is_closed = False
         self.stats: dict[str, RewardStats] = {reward.name: RewardStats() for reward in self._rewards}
 
@@ -148,7 +153,7 @@ class RewardPool:
         if value is None:
             return RewardResult(name=reward.name, value=None, outcome=Outcome.NONE)
         if isinstance(value, dict):
-            self._log_once(reward, Outcome.ERROR, value["error"], "")
+            self._failures.add(reward.name, Outcome.ERROR, value["error"])
             return RewardResult(name=reward.name, value=None, outcome=Outcome.ERROR)
         return RewardResult(name=reward.name, value=value, outcome=Outcome.OK)
 
@@ -160,7 +165,7 @@ class RewardPool:
             self.stats[reward.name].timeouts += 1
         else:
             self.stats[reward.name].errors += 1
-        self._log_once(reward, outcome, problem, detail)
+        self._failures.add(reward.name, outcome, problem, detail)
         results = [RewardResult(name=reward.name, value=None, outcome=outcome)] * num_completions
         self._count(reward, results)
         return results
@@ -169,14 +174,6 @@ class RewardPool:
         stats = self.stats[reward.name]
         stats.outcomes.update(result.outcome for result in results)
         stats.num_zeros += sum(result.value == 0 for result in results)
-
-    def _log_once(self, reward: Reward, outcome: Outcome, problem: str, detail: str) -> None:
-        """The first failure of each kind in full; later ones are only counted."""
-        if (reward.name, outcome) in self._logged:
-            return
-        self._logged.add((reward.name, outcome))
-        fields = {"traceback": detail} if detail else {}
-        _log.warning("reward_failed", function=reward.name, outcome=outcome.value, problem=problem, **fields)
 
     async def _take(self) -> RewardProcess:
         while isinstance(process := await self._idle.get(), RewardProcess):

@@ -1,7 +1,14 @@
 """One child process with the reward functions loaded, seen from the scorer.
 
 In: calls. Out: answers within the time-out, or an error and a process that is dead for certain.
-Nothing that a reward function starts outlives the scorer, however the scorer ends.
+
+What a reward function has started ends with the child as follows:
+- the child is ended here (time-out, cancellation, close): its process group, and every process that
+  descends from it at that moment, those in a session of their own (setsid) included;
+- the scorer is killed: the child's process group, by the guard;
+- the child dies by itself: its process group.
+Not found are a program that has left the group and whose parent has ended (a daemon that forked
+twice), and any program outside the group where the scorer is killed or the child died by itself.
 """
 
 from __future__ import annotations
@@ -16,6 +23,8 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
+import psutil
+
 from pipeline.errors import RewardLoadError
 from pipeline.rewards import frames
 
@@ -25,7 +34,7 @@ _EXIT_S: Final = 0.2
 
 
 class ProcessDiedError(Exception):
-    """The child ended before it answered."""
+    """The child ended before it answered, or answered something else than it was asked."""
 
 
 class RewardProcess:
@@ -33,7 +42,7 @@ class RewardProcess:
 
     A guard (a shell that waits for the scorer's end of a pipe to close) leads the child's process
     group and kills the whole group when the scorer is gone. It needs no help from the child, which
-    may be stuck in C code with the interpreter locked, and it reaches what the child has started.
+    may be stuck in C code with the interpreter locked. What it does not reach is said above.
     """
 
     def __init__(self, order: frames.Frame) -> None:
@@ -53,6 +62,7 @@ class RewardProcess:
         self._sock = ours
         self._order = order
         self._is_in_call = False
+        self._num_calls = 0
 
     @property
     def pid(self) -> int:
@@ -74,16 +84,18 @@ class RewardProcess:
     async def call(self, frame: frames.Frame, timeout_s: float) -> frames.Frame:
         """The child's answer. Raises TimeoutError or ProcessDiedError.
 
-        After any exception, cancellation included, the process is dead: an answer that comes late
-        would be taken for that of the next call.
+        After any exception, cancellation included, the process is dead: whoever answers late or
+        twice cannot be trusted with the next call.
         """
         loop = asyncio.get_running_loop()
         self._is_in_call = True
+        self._num_calls += 1
         try:
             async with asyncio.timeout(timeout_s):
-                await loop.sock_sendall(self._sock, frames.pack(frame))
+                await loop.sock_sendall(self._sock, frames.pack(frame | {"number": self._num_calls}))
                 header = await self._receive(frames.HEADER_BYTES)
-                return frames.unpack(await self._receive(frames.body_length(header)))
+                reply = frames.unpack(await self._receive(frames.body_length(header)))
+            return _answer_to(self._num_calls, reply)
         except TimeoutError:
             self._close()
             raise
@@ -120,12 +132,23 @@ class RewardProcess:
         return f"it was killed by {signal.Signals(-code).name}{hint}"
 
     def kill(self) -> None:
-        """End the child and all that it has started, now. A call in flight fails. Safe to call twice."""
+        """End the child, its group and its descendants, now. A call in flight fails. Safe to call twice."""
+        descendants = self._descendants()  # once the child is dead, they have another parent
         self._end_guard()
+        for descendant in descendants:
+            with contextlib.suppress(psutil.Error):
+                descendant.kill()
         self._child.wait()
         # The event loop still waits for the socket of a call in flight; that call closes it.
         if not self._is_in_call:
             self._sock.close()
+
+    def _descendants(self) -> list[psutil.Process]:
+        if self._child.poll() is not None:
+            return []
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self._child.pid).children(recursive=True)
+        return []
 
     def _close(self) -> None:
         self._is_in_call = False
@@ -137,6 +160,12 @@ class RewardProcess:
                 os.killpg(self._guard.pid, signal.SIGKILL)
             self._guard.wait()
             os.close(self._life)
+
+
+def _answer_to(number: int, reply: frames.Frame) -> frames.Frame:
+    if reply.get("number") != number:
+        raise ProcessDiedError(f"it answered call {reply.get('number')} when it was asked call {number}")
+    return reply
 
 
 def _start_guard(read_end: int) -> subprocess.Popen[bytes]:

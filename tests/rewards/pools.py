@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Literal
 
@@ -33,10 +34,14 @@ def reward(function: str, **settings: object) -> RewardSettings:
 
 @asynccontextmanager
 async def running_pool(
-    *rewards: RewardSettings, num_processes: int = 1, on_failure: Literal["unscored", "zero"] = "unscored"
+    *rewards: RewardSettings,
+    num_processes: int = 1,
+    on_failure: Literal["unscored", "zero"] = "unscored",
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[RewardPool]:
     """A pool with its processes started."""
-    pool = RewardPool(ScoringSettings(rewards=list(rewards), num_processes=num_processes, on_failure=on_failure))
+    settings = ScoringSettings(rewards=list(rewards), num_processes=num_processes, on_failure=on_failure)
+    pool = RewardPool(settings, clock=clock)
     try:
         await pool.start()
         yield pool

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from pipeline.rewards import frames
 
 CONSTANT = 3
 
@@ -80,6 +84,47 @@ def hangs_with_a_program(prompts: Any, completions: list[str], **columns: Any) -
     sys.stderr.write(f"program {program.pid}\n")
     program.wait()
     return []
+
+
+def starts_a_session(prompts: Any, completions: list[str], **columns: Any) -> list[float]:
+    """A program outside the process group; its number is the reward."""
+    program = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    return [float(program.pid)] * len(completions)
+
+
+def forks(prompts: Any, completions: list[str], *, ending: str = "returns", **columns: Any) -> list[float]:
+    """The copy comes back before the original does."""
+    copy = os.fork()
+    if copy:
+        _, status = os.waitpid(copy, 0)
+        return [float(len(completion)) if status == 0 else -2.0 for completion in completions]
+    if ending == "exits":
+        sys.exit(1)
+    if ending == "raises":
+        raise KeyboardInterrupt
+    return [-1.0] * len(completions)
+
+
+def answers_twice(prompts: Any, completions: list[str], **columns: Any) -> list[float]:
+    """A second answer to the first call, written past the library."""
+    for fd in range(3, 64):
+        try:
+            sock = socket.socket(fileno=os.dup(fd))
+        except OSError:
+            continue
+        with sock:
+            if sock.family == socket.AF_UNIX and "first" in completions and _is_of_the_scorer(sock):
+                frames.send(sock, {"number": 2, "values": [-1.0] * len(completions)})
+    return [float(len(completion)) for completion in completions]
+
+
+def _is_of_the_scorer(sock: socket.socket) -> bool:
+    """Blocking, unlike the sockets of an event loop."""
+    return os.get_blocking(sock.fileno())
+
+
+def fails_in_a_library(prompts: Any, completions: list[str], **columns: Any) -> list[float]:
+    return [float(json.loads(completion)) for completion in completions]
 
 
 def exits(prompts: Any, completions: list[str], **columns: Any) -> list[float]:

@@ -161,15 +161,36 @@ async def test_a_value_that_is_no_finite_number_is_an_error_for_that_completion(
     assert [score.reward for score in scores] == [1.0, None]
 
 
-async def test_failures_are_logged_once_for_each_function_and_kind_with_the_line_that_failed() -> None:
+async def test_a_function_that_always_fails_is_logged_every_ten_seconds_with_the_number_of_failures() -> None:
+    seconds = iter((0.0, 1.0, 9.9, 10.0, 15.0, 20.1))
     with capture_logs() as logs:
-        async with running_pool(reward("raises")) as pool:
-            for _ in range(3):
+        async with running_pool(reward("raises"), clock=lambda: next(seconds)) as pool:
+            for _ in range(6):
                 await pool.score(rollout("a"))
-    assert [entry["event"] for entry in logs] == ["reward_failed"]
-    assert "KeyError: 'no such thing'" in logs[0]["problem"]
+    assert [entry["event"] for entry in logs] == ["reward_failed"] * 3
+    assert [entry["num_failures"] for entry in logs] == [1, 3, 2]
+    for entry in logs:
+        assert entry["function"] == "raises"
+        assert "KeyError: 'no such thing'" in entry["problem"]
+        assert "samples.py:" in entry["problem"]
+    assert ["traceback" in entry for entry in logs] == [True, False, False]
+    assert pool.stats["raises"].errors == 6
+
+
+async def test_two_functions_that_fail_are_both_logged() -> None:
+    with capture_logs() as logs:
+        async with running_pool(reward("raises"), reward("exits"), clock=lambda: 0.0) as pool:
+            for _ in range(2):
+                await pool.score(rollout("a"))
+    assert sorted(entry["function"] for entry in logs) == ["exits", "raises"]
+
+
+async def test_a_failure_within_a_library_names_the_line_of_the_user() -> None:
+    with capture_logs() as logs:
+        async with running_pool(reward("fails_in_a_library")) as pool:
+            await pool.score(rollout("no json"))
+    assert "JSONDecodeError" in logs[0]["problem"]
     assert "samples.py:" in logs[0]["problem"]
-    assert pool.stats["raises"].errors == 3
 
 
 async def test_a_missing_column_is_named() -> None:
@@ -242,6 +263,25 @@ async def test_a_cancelled_call_does_not_answer_for_the_next() -> None:
         call.cancel()
         await asyncio.wait([call])
         assert await rewards_of(pool, rollout("abc")) == [4.0]
+
+
+@pytest.mark.parametrize("ending", ["returns", "exits", "raises"])
+async def test_a_forked_copy_that_comes_back_does_not_answer(ending: str) -> None:
+    async with running_pool(reward("forks", kwargs={"ending": ending})) as pool:
+        pids = pool.pids
+        for text in ("a", "bb", "ccc"):
+            assert await rewards_of(pool, rollout(text)) == [float(len(text))]
+        assert pool.pids == pids
+
+
+async def test_a_second_answer_ends_the_process_and_is_never_taken_for_that_of_the_next_call() -> None:
+    with capture_logs() as logs:
+        async with running_pool(reward("answers_twice")) as pool:
+            assert await rewards_of(pool, rollout("first")) == [-1.0]
+            assert await rewards_of(pool, rollout("second")) == [None]
+            assert await rewards_of(pool, rollout("three")) == [5.0]
+    assert [entry["event"] for entry in logs] == ["reward_failed"]
+    assert "it answered call 2 when it was asked call 3" in logs[0]["problem"]
 
 
 async def test_closing_ends_calls_in_flight_and_all_processes() -> None:

@@ -1,4 +1,4 @@
-"""Processes of reward functions: nothing they start outlives the scorer, and signals do not end them."""
+"""Processes of reward functions: what they start ends with them, and signals do not end them."""
 
 from __future__ import annotations
 
@@ -83,6 +83,14 @@ async def test_programs_that_a_function_has_started_end_at_its_timeout(capfd: py
         await pool.score(rollout("a"))
     program = int(capfd.readouterr().err.partition("program ")[2].split()[0])
     assert wait_until(lambda: is_gone(program))
+
+
+async def test_programs_in_a_session_of_their_own_end_when_their_process_is_ended() -> None:
+    async with running_pool(reward("starts_a_session")) as pool:
+        (program,) = await rewards_of(pool, rollout("a"))
+        assert program is not None
+        assert not is_gone(int(program))
+    assert wait_until(lambda: is_gone(int(program)))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
