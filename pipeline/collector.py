@@ -133,7 +133,7 @@ class Collector:
         Fewer than groups_per_step, or none, where the data has ended and nothing more can come.
         Raises RunStalledError when the filters take max_refill batches' worth of groups for one batch.
         """
-        num_filtered = 0
+        num_filtered, num_dead_before = 0, (await self._streams.ledger()).dead
         while True:
             self._changed.clear()
             num_filtered += await self._filter(version)
@@ -145,7 +145,8 @@ class Collector:
                 self._held = [held for held in self._held if held not in batch]
                 self._num_in_step = len(batch)
                 return batch
-            self._refuse_to_starve(num_filtered)
+            num_dead = (await self._streams.ledger()).dead - num_dead_before
+            self._refuse_to_starve(num_filtered, max(0, num_dead))
             on_wait()
             try:
                 async with asyncio.timeout(_CLAIM_WAIT_S):
@@ -196,12 +197,13 @@ class Collector:
             return DropReason.STALE
         return held.flaw
 
-    def _refuse_to_starve(self, num_filtered: int) -> None:
-        if num_filtered < self._algorithm.max_refill * self._groups_per_step:
+    def _refuse_to_starve(self, num_filtered: int, num_dead: int) -> None:
+        if num_filtered + num_dead < self._algorithm.max_refill * self._groups_per_step:
             return
         reasons = ", ".join(f"{reason.value}: {count}" for reason, count in self.dropped.items())
         raise RunStalledError(
-            f"{num_filtered} groups were filtered for one step and only {len(self._held)} of "
+            f"{num_filtered} groups were filtered for one step, {num_dead} died (`rollstream streams dead-letters` "
+            f"shows why), and only {len(self._held)} of "
             f"{self._groups_per_step} are left to train (dropped so far: {reasons}). Look at the rewards: prompts "
             "that are too easy or too hard teach nothing; why a reward failed is in the scorers' logs. "
             f"algorithm.max_refill = {self._algorithm.max_refill} sets after how many batches' worth to give up"

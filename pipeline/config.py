@@ -33,7 +33,9 @@ class RunSettings(Section):
 
     name: str = Field("default", description="All workers of a run share it; it prefixes every key in Redis.")
     dir: Path = Field(Path("runs"), description="Run directories are made below this folder.")
-    seed: Natural = Field(0, description="Order of prompts, sampling and initial adapters derive from it.")
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = Field(
+        0, description="Order of prompts, sampling and initial adapters derive from it."
+    )
 
 
 class RedisSettings(Section):
@@ -49,7 +51,7 @@ class RedisSettings(Section):
 class QueueSettings(Section):
     """Delivery of groups between the stages."""
 
-    lease_s: Seconds = Field(
+    lease_s: Annotated[float, Field(ge=0.1, le=86400)] = Field(
         30.0, description="A group whose worker shows no sign of life for this long is taken over."
     )
     max_attempts: Count = Field(3, description="A group that failed this often in one stage goes to dead_letters.")

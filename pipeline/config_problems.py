@@ -65,6 +65,16 @@ def disagreements(config: Config) -> list[str]:
             f"queues.max_length = {config.queues.max_length}: (staleness.max_staleness + 1) x trainer.groups_per_step "
             f"= {config.admission_limit} groups may be live at once; set it to at least that"
         )
+    if 2 * config.worker.heartbeat_s > config.queues.lease_s:
+        problems.append(
+            f"worker.heartbeat_s = {config.worker.heartbeat_s:g}: the trainer's lock lasts queues.lease_s = "
+            f"{config.queues.lease_s:g} and is renewed with each heartbeat; set it to at most half of that"
+        )
+    if config.staleness.max_staleness == 0 and config.weights.publish_every > 1:
+        problems.append(
+            f"weights.publish_every = {config.weights.publish_every}: with staleness.max_staleness = 0 every step "
+            "must be published, or steps between would train on older samples; set it to 1"
+        )
     if config.weights.port and config.weights.port == config.weights.announce_port:
         problems.append(f"weights.announce_port = {config.weights.port}: weights.port is the same; use two, or 0")
     if config.evaluation.every_steps and not config.data.eval_path:

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
+import time
 import uuid
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any, cast
 
 import msgpack
+import structlog
 from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
+from redis.exceptions import BusyLoadingError, NoScriptError, OutOfMemoryError, ReadOnlyError, ResponseError
 
 from pipeline.config import RedisSettings
 from pipeline.errors import ConfigError
@@ -31,6 +35,8 @@ _RETRIES = 64
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.02, 1.0
 _CONNECT_TIMEOUT_S = 5.0
 _READ_BYTES = 1024 * 1024
+_REFUSED_WAIT_S, _SAY_EVERY_S = 0.5, 5.0
+_log = structlog.get_logger()
 _COPY_BYTES = 16 * 1024
 # Blocking reads end well before the socket gives up on them.
 MAX_BLOCK_S = 5.0
@@ -106,6 +112,13 @@ class _WorkerConnection(AbstractConnection):
             raise asyncio.CancelledError
 
 
+def passes(error: ResponseError) -> bool:
+    """Whether the server may accept the same call later: full, read-only, loading, busy, its disk full."""
+    names = ("OOM", "READONLY", "MISCONF", "LOADING", "BUSY ", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN")
+    temporary = (BusyLoadingError, NoScriptError, OutOfMemoryError, ReadOnlyError)
+    return isinstance(error, temporary) or str(error).startswith(names)
+
+
 class Scripts:
     """The files of `pipeline/scripts`, each called by its name in one round trip.
 
@@ -153,5 +166,19 @@ class Scripts:
         async with self._one_at_a_time:
             number = f"{self._life}:{next(self._numbers)}"
             arguments = [CONSUMER_GROUP, self._consumer, number, packed, *payloads]
-            reply = await self._scripts[name](keys=cast(Any, self._keys), args=cast(Any, arguments))
+            reply = await self._until_accepted(name, arguments)
         return msgpack.unpackb(cast(bytes, reply), raw=True)
+
+    async def _until_accepted(self, name: str, arguments: list[Any]) -> object:
+        """The reply; while the server takes no writes the call is repeated, which changes nothing twice."""
+        said_at = -math.inf
+        while True:
+            try:
+                return await self._scripts[name](keys=cast(Any, self._keys), args=cast(Any, arguments))
+            except (ResponseError, NoScriptError) as error:
+                if not passes(error):
+                    raise
+                if time.monotonic() - said_at >= _SAY_EVERY_S:
+                    said_at = time.monotonic()
+                    _log.warning("redis_takes_no_writes", error=str(error))
+            await asyncio.sleep(_REFUSED_WAIT_S)

@@ -87,6 +87,10 @@ class EmbeddedServer:
         """Whether it answers a ping."""
         return self._keeper.poll() is None and _answers(self._socket)
 
+    def has_ended(self) -> bool:
+        """Whether its process is gone."""
+        return self._keeper.poll() is not None
+
     def stop(self) -> None:
         """Ends the server and, unless it persists, removes its folder. Harmless when repeated."""
         if self._keeper.stdin is not None and not self._keeper.stdin.closed:

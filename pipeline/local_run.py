@@ -7,6 +7,7 @@ may hold a password, reaches them in the environment only.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import sys
@@ -21,11 +22,12 @@ from pipeline.config import Config
 from pipeline.config_files import show
 from pipeline.cores import available_cores, gpu_environ, thread_environ, visible_gpus
 from pipeline.embedded import EmbeddedServer
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, ServiceUnavailableError
 from pipeline.server_address import announce_server, with_url, withdraw_server
 from pipeline.supervisor import RestartPolicy, Supervisor, WorkerExit, WorkerSpec
 
 _KILL_GRACE_S = 15.0
+_LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,7 @@ class LocalRun:
         self._persist = persist
         self._command = command
         self._open = ExitStack()
+        self._server: EmbeddedServer | None = None
 
     @property
     def config_file(self) -> Path:
@@ -67,7 +70,13 @@ class LocalRun:
     def __enter__(self) -> LocalRun:
         with ExitStack() as stack:
             run_dir = self.config.run_dir
-            run_dir.mkdir(parents=True, exist_ok=True)
+            try:
+                run_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"run.dir = {str(self.config.run.dir)!r}: {run_dir} cannot be made ({error.strerror}); "
+                    "choose a folder that you may write to"
+                ) from None
             _lock(stack.enter_context((run_dir / "up.lock").open("a+")), self.config)
             if self.config.redis.url.get_secret_value() == "embedded":
                 self._start_server(stack, run_dir)
@@ -95,6 +104,26 @@ class LocalRun:
             restart=restart,
         )
 
+    async def run(self, supervisor: Supervisor, say: Callable[[str], None]) -> int:
+        """Run until the supervisor ends, or the private server does. Returns the exit code."""
+        watch = asyncio.create_task(self._watch_server(supervisor, say))
+        try:
+            return await supervisor.run()
+        finally:
+            watch.cancel()
+            await asyncio.wait([watch])
+
+    async def _watch_server(self, supervisor: Supervisor, say: Callable[[str], None]) -> None:
+        """Nothing goes on without the server, and only this process could have started another."""
+        while self._server is not None:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            if not self._server.has_ended():
+                continue
+            kept = "; what it had written is kept, start the run again" if self._persist else ""
+            say(f"the private server of this run has ended{kept}")
+            supervisor.stop(ServiceUnavailableError.exit_code)
+            return
+
     def _specs(self) -> list[WorkerSpec]:
         return worker_specs(self.config, self._crew, self._command, self.config_file, os.environ)
 
@@ -103,6 +132,7 @@ class LocalRun:
             server = EmbeddedServer.start(run_dir / "redis" if self._persist else None, persist=self._persist)
         except ConfigError as error:
             raise ConfigError(f"run.dir = {str(self.config.run.dir)!r}: {error}") from None
+        self._server = server
         stack.callback(server.stop)
         announce_server(run_dir, server.url)
         stack.callback(withdraw_server, run_dir)

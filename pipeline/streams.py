@@ -17,7 +17,7 @@ from redis.exceptions import ResponseError
 
 from pipeline.accounts import Accounts
 from pipeline.config import QueueSettings
-from pipeline.connection import MAX_BLOCK_S, connect
+from pipeline.connection import MAX_BLOCK_S, connect, passes
 from pipeline.keys import CONSUMER_GROUP, Keys, Stream
 from pipeline.leases import DeadLetter, Entry, Lease, LeaseKeeper, Moved, Queued, lease_of
 from pipeline.ledger import Depth, DropReason, Ledger
@@ -155,6 +155,8 @@ class Streams(Accounts):
         leases: list[Lease] = []
         if time.monotonic() >= self._next_reclaim_at[stream]:
             leases = await self._reclaim(stream, count)
+        # What was taken over is returned at once. It may be this consumer's own, from before a stall:
+        # nothing may finish it between the server's answer and the caller's look at what it holds.
         while not leases:
             wait_s = min(max(deadline - time.monotonic(), 0.0), self.lease_s / 3, MAX_BLOCK_S)
             leases = await self._read(stream, count, wait_s)
@@ -162,9 +164,7 @@ class Streams(Accounts):
                 return leases
             leases = await self._reclaim(stream, count)
             if time.monotonic() >= deadline:
-                return leases
-        if len(leases) < count:
-            leases += await self._read(stream, count - len(leases), 0.0)
+                break
         return leases
 
     async def _read(self, stream: Stream, count: int, wait_s: float) -> list[Lease]:
@@ -196,6 +196,8 @@ class Streams(Accounts):
 
     async def _reopen_after(self, error: ResponseError) -> None:
         """A server that came back without its data has no consumer groups: makes them again."""
+        if passes(error):
+            return  # the reclaim behind this read waits until the server takes writes again
         if not any(word in str(error) for word in ("NOGROUP", "UNBLOCKED")):
             raise error
         self.num_reopened += 1

@@ -272,3 +272,18 @@ def test_the_schema_accepts_the_reference_and_refuses_a_typing_error() -> None:
     validator = jsonschema.Draft202012Validator(schema())
     validator.validate(tomllib.loads(render_reference()))
     assert not validator.is_valid({"staleness": {"max_stalenes": 1}})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["worker.heartbeat_s=8", "queues.lease_s=10"], "worker.heartbeat_s = 8"),
+        (["staleness.max_staleness=0", "weights.publish_every=3"], "weights.publish_every = 3"),
+        (["queues.lease_s=0.0001"], "queues.lease_s"),
+        (["queues.lease_s=1e300"], "queues.lease_s"),
+        (["run.seed=100000000000000000000000"], "run.seed"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(overrides: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load_config([], environ={}, overrides=overrides)

@@ -64,7 +64,8 @@ def up(sources: Sources, num_generators: int, num_scorers: int, has_exporter: bo
     with LocalRun(sources.load(), crew) as run:
         console = Console(run.names)
         console.say(f"run {run.config.run.name!r} in {run.config.run_dir}")
-        code = asyncio.run(run.supervisor(console.on_line, console.on_exit, console.on_drain).run())
+        supervisor = run.supervisor(console.on_line, console.on_exit, console.on_drain)
+        code = asyncio.run(run.run(supervisor, console.say))
         return console.conclude(code)
 
 

@@ -79,7 +79,7 @@ async def _run(config: Config, crew: Crew) -> tuple[int, Observed]:
         console = Console(run.names)
         watch = asyncio.create_task(_watch(run.config, observed))
         try:
-            code = await run.supervisor(console.on_line, console.on_exit).run()
+            code = await run.run(run.supervisor(console.on_line, console.on_exit), console.say)
         finally:
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):

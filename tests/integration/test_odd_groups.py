@@ -232,3 +232,19 @@ async def test_what_an_older_run_left_is_never_trained(tmp_path: Path, valkey_ur
             run.start(role, elsewhere, "trainer.max_steps=2")
         await run.until_over()
         assert (await run.ledger()).trained == 8
+
+
+async def test_a_run_whose_groups_all_die_ends_and_says_where_to_look(
+    tmp_path: Path, valkey_url: str, run_name: str
+) -> None:
+    settings = ("queues.max_payload_bytes=600", "algorithm.max_refill=2")
+    async with running(tmp_path, valkey_url, run_name, *SCRIPTED, *settings) as run:
+        run.start("generator")
+        run.start("scorer")
+        trainer = run.start("trainer", may_fail=True)
+        assert await run.until_exit(trainer) == [2]
+        (line,) = [line for line in trainer.output.splitlines() if line.startswith("error: ")]
+        assert "rollstream streams dead-letters" in line
+        ledger = await run.ledger()
+        assert ledger.trained == 0
+        assert ledger.dead >= 2 * 4

@@ -153,3 +153,14 @@ def test_a_mistake_that_only_a_worker_can_see_ends_up_with_code_2(up: Callable[.
     last = one.log.read_text().splitlines()[-1]
     assert last.startswith("error: ")
     assert "nowhere" in last
+
+
+def test_an_up_whose_private_server_died_says_so_and_ends(up: Callable[..., Up]) -> None:
+    one = up("a", "--no-exporter", "--set", "worker.drain_timeout_s=1.0")
+    one.until_it_trains()
+    family = one.family()
+    (server,) = [process for process in family if "server" in process.name()]
+    server.kill()
+    assert one.process.wait(DEADLINE_S) == 3, one.log.read_text()
+    assert "the private server of this run has ended; what it had written is kept" in one.log.read_text()
+    until(lambda: not any(map(runs, family)), "all processes to end")
