@@ -21,7 +21,19 @@ PAGES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("deploy/**/*.md")]
 )
 # Programs that are not ours, or that a test would have to install something for.
-OTHERS = {"cd", "git", "pip", "apt-get", "curl", "export", "redis-cli", "redis-server", "valkey-server", "docker"}
+OTHERS = {
+    "cd",
+    "source",
+    "git",
+    "pip",
+    "apt-get",
+    "curl",
+    "export",
+    "redis-cli",
+    "redis-server",
+    "valkey-server",
+    "docker",
+}
 _FENCE = re.compile(r"^```(?P<kind>\w*)[^\n]*\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?P<target>[^)#\s]+)(?:#[^)]*)?\)")
 _QUOTED = re.compile(r"`(?P<path>[a-z_]+(?:\.[a-z_]+)+)(?:\s*=[^`]*)?`")
