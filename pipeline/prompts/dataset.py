@@ -17,7 +17,7 @@ from pipeline.prompts.files import RawRow, read_rows
 from pipeline.prompts.values import NotJsonError, json_value
 
 # Reward functions are called as f(prompts=..., completions=..., **columns).
-_REWARD_ARGUMENTS = ("prompts", "completions")
+_REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +77,8 @@ def _column(where: str, column: str, value: object) -> Json:
         return json_value(value)
     except NotJsonError as error:
         raise DataError(f"{where}: column {column!r} {error}") from error
+    except RecursionError:
+        raise DataError(f"{where}: column {column!r} is nested too deeply: flatten it, or write it as text") from None
 
 
 def _prompt(where: str, column: str, value: Json) -> Prompt:

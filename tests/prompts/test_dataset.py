@@ -76,6 +76,8 @@ def test_the_prompt_column_can_have_another_name(tmp_path: Path) -> None:
         ('{"prompt": "a", "big": 99999999999999999999999}', "column 'big' holds an integer of more than 64 bits"),
         ('{"prompt": "a", "half": "\\ud800"}', "column 'half' holds text that is not valid Unicode"),
         ('{"prompt": "a", "completions": 1}', "a column cannot be called 'completions'"),
+        ('{"prompt": "a", "completion_ids": 1}', "a column cannot be called 'completion_ids'"),
+        ('{"prompt": "a", "deep": ' + "[" * 600 + "]" * 600 + "}", "column 'deep' is nested too deeply"),
         ("[" * 100_000, "not JSON"),
     ],
 )
