@@ -18,7 +18,7 @@ from redis.exceptions import (
 
 from pipeline.config import Config
 from pipeline.config_files import fingerprint, show
-from pipeline.connection import connect
+from pipeline.connection import connect, passes
 from pipeline.context import WorkerContext
 from pipeline.errors import ConfigError
 from pipeline.fleet import Fleet
@@ -74,6 +74,8 @@ class Arrival:
         try:
             await probe.ping()
         except ResponseError as error:
+            if passes(error):
+                raise
             raise ConfigError(f"redis.url: the server does not let this worker in: {error}") from None
         if self._joins:
             context.run_id = await self.rejoin(context)
