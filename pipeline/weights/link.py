@@ -7,6 +7,7 @@ another session than the one resolved, is counted and never seen by anyone else.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import zmq
@@ -35,17 +36,28 @@ class Link:
     """Connected on construction, in the sense of ZeroMQ: it delivers as soon as there is someone.
 
     Raises WeightError where address or key are none. endpoints.session: empty accepts any.
+    receiver: whom the publisher serves, the same on all connections of a subscriber. numbers: of its
+    requests, ascending over all of them, so that no late answer is taken for another's.
     announced: highest version that an announcement has named. num_ignored: messages that were
     malformed or of another session.
     """
 
-    def __init__(self, context: zmq.asyncio.Context, endpoints: Endpoints, settings: WeightSettings) -> None:
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        endpoints: Endpoints,
+        settings: WeightSettings,
+        *,
+        receiver: bytes,
+        numbers: Iterator[int],
+    ) -> None:
         self.endpoints = endpoints
         self.announced = NOTHING
         self.num_ignored = 0
-        self._num_requests = 0
+        self._numbers = numbers
         public_key = settings.server_public_key or endpoints.public_key
         self._dealer, self._subscriber = _socket(context, zmq.DEALER), _socket(context, zmq.SUB)
+        self._dealer.routing_id = receiver
         self._subscriber.conflate = True  # only the newest announcement matters
         self._subscriber.subscribe(MAGIC)
         try:
@@ -59,10 +71,9 @@ class Link:
 
     async def request(self, kind: Kind, *, version: int, index: int = 0, root: bytes = NO_ROOT) -> int:
         """Send a request and return its number."""
-        self._num_requests += 1
-        header = Header(kind=kind, request=self._num_requests, version=version, index=index, root=root)
-        await self._dealer.send(header.pack())
-        return self._num_requests
+        number = next(self._numbers)
+        await self._dealer.send(Header(kind=kind, request=number, version=version, index=index, root=root).pack())
+        return number
 
     async def answer(self, timeout_s: float) -> Answer | None:
         """The next answer, or None after `timeout_s` without any."""

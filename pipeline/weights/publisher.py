@@ -83,6 +83,7 @@ class WeightPublisher:
         keys = self._keys
         router, announcer, inbox = self._socket(zmq.ROUTER), self._socket(zmq.PUB), self._socket(zmq.PULL)
         router.router_mandatory = True  # an answer to someone who has gone is an error, to be counted
+        router.router_handover = True  # a receiver that connects anew is the same one, with the same claim
         for socket in (router, announcer):
             socket.maxmsgsize = _MAX_REQUEST_BYTES
             if keys is not None:

@@ -3,8 +3,8 @@
 In: new weight objects, and what receivers ask for. Out: the newest object, and the few older ones
 whose transfer is under way. Memory is bounded by `keep` objects whatever the receivers do.
 
-The oldest transfer is the one that is protected, because it is the nearest to its end: however
-fast versions follow each other, some receiver always finishes, and then it is the next one's turn.
+The receiver that has waited longest for a whole object is the one that is protected: however fast
+versions follow each other it finishes, and then queues behind all others. So nobody starves.
 """
 
 from __future__ import annotations
@@ -13,12 +13,22 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pipeline.errors import WeightError
 from pipeline.weights.codec import WeightObject
 from pipeline.weights.protocol import NOTHING
 
 _MAX_PINS = 4096
+
+
+@dataclass(slots=True)
+class _Pin:
+    """What a receiver fetches. turn: its place in the queue, taken when it began and kept until it has finished."""
+
+    version: int
+    turn: int
+    seen_at: float
 
 
 class Shelf:
@@ -36,7 +46,8 @@ class Shelf:
         self._clock = clock
         self._lock = threading.Lock()
         self._objects: dict[int, WeightObject] = {}  # ascending versions
-        self._pins: OrderedDict[bytes, tuple[int, float]] = OrderedDict()  # receiver -> version, last seen
+        self._pins: OrderedDict[bytes, _Pin] = OrderedDict()  # by receiver, the one last seen at the end
+        self._turns = 0
 
     def check(self, version: int) -> None:
         """Raises WeightError unless `version` is higher than all before: no version is made twice."""
@@ -99,17 +110,22 @@ class Shelf:
         return next(reversed(self._objects), NOTHING)
 
     def _pin(self, receiver: bytes, version: int) -> None:
-        self._pins[receiver] = (version, self._clock())
+        pin = self._pins.get(receiver)
+        if pin is None:
+            pin = self._pins[receiver] = _Pin(version, self._turns, 0.0)
+            self._turns += 1
+        pin.version, pin.seen_at = version, self._clock()
         self._pins.move_to_end(receiver)
         if len(self._pins) > _MAX_PINS:
             self._pins.popitem(last=False)
 
     def _evict(self) -> None:
         now = self._clock()
-        while self._pins and now - next(iter(self._pins.values()))[1] > self._idle_s:
+        while self._pins and now - next(iter(self._pins.values())).seen_at > self._idle_s:
             self._pins.popitem(last=False)
-        newest = self._newest_version()
-        wanted = {version for version, _ in self._pins.values()} - {newest}
-        kept = [version for version in self._objects if version in wanted][: self._keep - 1]
-        for version in self._objects.keys() - {*kept, newest}:
+        kept = {self._newest_version()}
+        for pin in sorted(self._pins.values(), key=lambda pin: pin.turn):
+            if len(kept) < self._keep and pin.version in self._objects:
+                kept.add(pin.version)
+        for version in self._objects.keys() - kept:
             del self._objects[version]

@@ -11,7 +11,9 @@ ever higher versions. It never returns a state of which one byte is unproved, an
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -90,6 +92,8 @@ class WeightSubscriber:
         self._settings = settings
         self._resolve = resolve
         self._context = zmq.asyncio.Context()
+        self._receiver = b"r" + uuid.uuid4().bytes  # ZeroMQ keeps names that begin with a zero byte for itself
+        self._numbers = itertools.count(1)
         self._link: Link | None = None
         self._transfer: Transfer | None = None
         self._pool = BufferPool(0, max_free=1)
@@ -147,7 +151,9 @@ class WeightSubscriber:
             if endpoints is None:
                 await asyncio.sleep(self._settings.poll_s)
                 continue
-            self._link = Link(self._context, endpoints, self._settings)
+            self._link = Link(
+                self._context, endpoints, self._settings, receiver=self._receiver, numbers=self._numbers
+            )
         return self._link
 
     async def _answer(self, link: Link) -> Answer:

@@ -75,6 +75,22 @@ async def test_a_version_that_is_gone_after_a_cut_gives_way_to_the_newest() -> N
             assert same(second, make_state(4, num_bytes=SIZE))
 
 
+async def test_a_receiver_that_connects_anew_holds_one_version_and_not_another_with_its_old_connection() -> None:
+    with WeightPublisher(CALM) as publisher:
+        endpoints = publisher.start()
+        publisher.publish(make_state(1, num_bytes=SIZE))
+        async with (
+            proxied(endpoints.tiles, cut_at=SIZE // 2) as proxy,
+            WeightSubscriber(CALM, resolve=at(replace(endpoints, tiles=proxy.address))) as subscriber,
+        ):
+            await next_within(subscriber, None)
+            assert proxy.num_connections > 1
+            async with asyncio.timeout(10):  # a receiver that asks for nothing is forgotten after 30 s
+                await until(lambda: publisher.stats.num_receivers == 0)
+            publisher.publish(make_state(2))
+            assert publisher.stats.num_held == 1
+
+
 async def test_a_restarted_publisher_is_found_through_its_new_address() -> None:
     current: list[Endpoints] = []
 

@@ -51,16 +51,33 @@ def test_a_version_stays_until_its_transfer_ends() -> None:
     assert not is_held(shelf, first, b"a")
 
 
-def test_the_transfer_nearest_to_its_end_wins_where_not_all_can_stay() -> None:
+def test_where_not_all_can_stay_each_receiver_has_its_turn() -> None:
     shelf = Shelf(keep=2)
-    first, second = weights(1), weights(2)
-    shelf.put(first)
+    items = [weights(version) for version in range(9)]
+    shelf.put(items[1])
     shelf.start_transfer(b"a", NOTHING)
-    shelf.put(second)
+    shelf.put(items[2])
     shelf.start_transfer(b"b", NOTHING)
-    shelf.put(weights(3))
-    assert is_held(shelf, first, b"a")
-    assert not is_held(shelf, second, b"b")
+    shelf.put(items[3])
+    assert is_held(shelf, items[1], b"a")
+    assert not is_held(shelf, items[2], b"b")
+
+    # The first is quick to begin anew, before the second has come back; but now it is the second's turn.
+    shelf.end_transfer(b"a")
+    assert shelf.start_transfer(b"a", 1) is items[3]
+    shelf.put(items[4])
+    assert shelf.start_transfer(b"b", NOTHING) is items[4]
+    for version in (5, 6):
+        shelf.put(items[version])
+        assert is_held(shelf, items[4], b"b")
+        assert not is_held(shelf, items[3], b"a")
+    assert shelf.start_transfer(b"a", 1) is items[6]
+    shelf.end_transfer(b"b")
+    shelf.put(items[7])
+    shelf.start_transfer(b"b", 4)
+    shelf.put(items[8])
+    assert is_held(shelf, items[6], b"a")
+    assert not is_held(shelf, items[7], b"b")
 
 
 def test_a_receiver_that_asks_for_nothing_any_more_protects_nothing() -> None:
