@@ -47,14 +47,14 @@ class Tap:
         self.seen: dict[Stream, dict[str, Spans]] = {Stream.ROLLOUTS: {}, Stream.SCORED: {}}
 
     async def watch(self) -> None:
-        """Look for ever."""
+        """Look for ever. A reader that waits is served as soon as a group is pushed, however short its stay."""
+        names = {Keys(self._run.config.run.name).stream(stream).encode(): stream for stream in self.seen}
+        last: dict[Any, Any] = dict.fromkeys(names, b"0-0")
         while True:
-            for stream, seen in self.seen.items():
-                for _, fields in await self._run.redis.xrange(Keys(self._run.config.run.name).stream(stream)):
-                    group_id = fields[b"group_id"].decode()
-                    if group_id not in seen:
-                        seen[group_id] = _spans(stream, fields[b"payload"])
-            await asyncio.sleep(POLL_S)
+            found: Any = await self._run.redis.xread(last, block=int(POLL_S * 1000))
+            for name, entries in found:
+                for last[name], fields in entries:
+                    self.seen[names[name]][fields[b"group_id"].decode()] = _spans(names[name], fields[b"payload"])
 
 
 def _spans(stream: Stream, payload: bytes) -> Spans:
