@@ -151,9 +151,7 @@ class WeightSubscriber:
             if endpoints is None:
                 await asyncio.sleep(self._settings.poll_s)
                 continue
-            self._link = Link(
-                self._context, endpoints, self._settings, receiver=self._receiver, numbers=self._numbers
-            )
+            self._link = Link(self._context, endpoints, self._settings, receiver=self._receiver, numbers=self._numbers)
         return self._link
 
     async def _answer(self, link: Link) -> Answer:
