@@ -5,6 +5,10 @@ batches of 2 KiB groups. Compared with `redis-benchmark XADD -P 16`, a C client 
 the same entry, and with one XADD for each sample and XREAD COUNT 1. All run against one server, in
 turn, several times; reported are medians over the rounds.
 
+What bounds the first ratio is measured beside it: the processor time that the server spends on a
+hop, that it spends on the four bare commands of one without any guarantee, and that our client
+spends. With two cores no hop can be quicker than the slower of its two sides.
+
     python -m benchmarks.queue --json
 """
 
@@ -20,6 +24,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from redis.asyncio import Redis
 
@@ -76,15 +81,25 @@ async def compare(program: str, server: EmbeddedServer, load: Load, rounds: int)
     for measure in measurements.values():
         await measure(_WARM_UP)
     rows = [{name: await measure(load.num_groups) for name, measure in measurements.items()} for _ in range(rounds)]
+    ours, bare = await processor_time(server.url, load, hop), await processor_time(server.url, load, bare_hop)
 
     def ratio(ours: str, theirs: str) -> float:
         return round(statistics.median(row[ours] / row[theirs] for row in rows), 3)
+
+    def limit(busy_us: float) -> float:
+        return round(1e6 / busy_us / statistics.median(row["redis_benchmark"] for row in rows), 3)
 
     return {
         "hop_vs_redis_benchmark": ratio("hop", "redis_benchmark"),
         "hop_vs_redis_benchmark_payload_only": ratio("hop", "redis_benchmark_payload_only"),
         "hop_vs_xadd_xread1": ratio("hop", "xadd_xread1"),
         "hand_over_vs_redis_benchmark": ratio("hand_over", "redis_benchmark"),
+        "hop_limit_by_client": limit(ours.client_us),
+        "hop_limit_by_server": limit(ours.server_us),
+        "hop_limit_by_server_bare_commands": limit(bare.server_us),
+        "hop_client_us": round(ours.client_us, 1),
+        "hop_server_us": round(ours.server_us, 1),
+        "bare_commands_server_us": round(bare.server_us, 1),
         **{f"{name}_per_s": round(statistics.median(row[name] for row in rows)) for name in measurements},
         "payload_bytes": PAYLOAD_BYTES,
         "coded_payload_bytes": len(rollout_payload(0)),
@@ -132,6 +147,47 @@ async def hop(url: str, load: Load, num: int) -> float:
         ledger = await workers[0].ledger()
         assert ledger.balances, ledger
         assert ledger.num_dropped == num, ledger
+    return num / seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessorTime:
+    """Microseconds of one core for one group, on each side."""
+
+    client_us: float
+    server_us: float
+
+
+async def processor_time(url: str, load: Load, measure: Callable[[str, Load, int], Awaitable[float]]) -> ProcessorTime:
+    """What this process and the server spend while `measure` runs."""
+
+    async def server_s(client: Redis) -> float:
+        info = await client.info("cpu")
+        return float(info["used_cpu_sys"]) + float(info["used_cpu_user"])
+
+    async with _client(url) as client:
+        server, mine = await server_s(client), time.process_time()
+        await measure(url, load, load.num_groups)
+        mine, server = time.process_time() - mine, await server_s(client) - server
+    return ProcessorTime(client_us=mine / load.num_groups * 1e6, server_us=server / load.num_groups * 1e6)
+
+
+async def bare_hop(url: str, load: Load, num: int) -> float:
+    """Groups a second through the commands of a hop and nothing else, in pipelines of one batch."""
+    payload = b"x" * PAYLOAD_BYTES
+    async with _client(url) as client:
+        await client.xgroup_create("bare", "group", mkstream=True)
+        started = time.perf_counter()
+        for _ in range(num // load.batch):
+            pipeline = client.pipeline(transaction=False)
+            for _ in range(load.batch):
+                pipeline.execute_command("XADD", "bare", "*", *_FIELDS, "payload", payload)
+            await pipeline.execute()
+            read: list[Any] = await client.xreadgroup("group", "consumer", {"bare": ">"}, count=load.batch)
+            ids = [entry_id for entry_id, _ in read[0][1]]
+            assert await client.xack("bare", "group", *ids) == await client.xdel("bare", *ids) == load.batch
+        seconds = time.perf_counter() - started
+        await client.delete("bare")
     return num / seconds
 
 

@@ -34,6 +34,7 @@ def test_the_last_line_is_one_object_with_the_ratios() -> None:
     assert report["benchmark"] == "queue"
     assert report["results"]["hop_vs_redis_benchmark"] > 0
     assert report["results"]["hop_vs_xadd_xread1"] > 0
+    assert report["results"]["hop_limit_by_server_bare_commands"] > 0
     assert report["machine"]["cores"] >= 1
 
 
