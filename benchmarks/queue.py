@@ -183,7 +183,7 @@ async def bare_hop(url: str, load: Load, num: int) -> float:
             for _ in range(load.batch):
                 pipeline.execute_command("XADD", "bare", "*", *_FIELDS, "payload", payload)
             await pipeline.execute()
-            read: list[Any] = await client.xreadgroup("group", "consumer", {"bare": ">"}, count=load.batch)
+            read: Any = await client.xreadgroup("group", "consumer", {"bare": ">"}, count=load.batch)
             ids = [entry_id for entry_id, _ in read[0][1]]
             assert await client.xack("bare", "group", *ids) == await client.xdel("bare", *ids) == load.batch
         seconds = time.perf_counter() - started

@@ -9,7 +9,7 @@ The models stand in data-flow order; `config.toml` is rendered from them (`pipel
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
@@ -136,7 +136,15 @@ class GenerationSettings(Section):
     num_threads: Natural = Field(
         0, description="CPU threads of one generator; 0 leaves it to torch, `up` divides the cores."
     )
+    kv_on_update: Literal["keep", "recompute"] = Field(
+        "keep",
+        description="When weights change in mid-sequence vLLM keeps the keys and values of the tokens so far, "
+        "or computes them anew.",
+    )
     scripted: ScriptedSettings = Field(default_factory=ScriptedSettings)
+    vllm: dict[str, Any] = Field(
+        {}, description="Engine arguments of vLLM, passed on unchanged: gpu_memory_utilization, tensor_parallel_size."
+    )
 
 
 class RewardSettings(Section):

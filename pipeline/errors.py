@@ -16,6 +16,7 @@
     +-- CheckpointError                 a checkpoint cannot be written or read; older ones are untouched
     |   +-- DiskFullError               there is no space left for it
     +-- EngineError                     a generation engine failed on one group
+    +-- EngineLostError                 a generation engine has ended; its worker ends, its groups go to others
 
 To add one: derive it from the closest class here, give it the message in full sentences (what is
 wrong, the value, the way out), and add it to the tree above.
@@ -96,6 +97,10 @@ class DiskFullError(CheckpointError):
 
 class EngineError(RollstreamError):
     """A generation engine could not complete a group."""
+
+
+class EngineLostError(RollstreamError):
+    """A generation engine has ended. Nothing is wrong with the groups that it had."""
 
 
 def few(names: Collection[str]) -> str:

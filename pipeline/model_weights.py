@@ -109,6 +109,12 @@ def _from_host(name: str, tensor: HostTensor, target: torch.nn.Parameter) -> tor
         raise WeightError(f"{name} has the type {tensor.dtype}, the model's has {target.dtype}")
     if tensor.data.nbytes != target.numel() * dtype.itemsize:
         raise WeightError(f"{name} has {tensor.data.nbytes} bytes, its shape needs {target.numel() * dtype.itemsize}")
+    return host_tensor(tensor)
+
+
+def host_tensor(tensor: HostTensor) -> torch.Tensor:
+    """The same memory as a tensor of torch. Raises ConfigError: a type that torch does not have."""
+    dtype = dtype_named(tensor.dtype)
     if not tensor.data.nbytes:
         return torch.empty(tensor.shape, dtype=dtype)
     # torch refuses to share read-only memory without a warning, so such tensors are copied once.

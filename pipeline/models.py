@@ -6,6 +6,7 @@ and the way out. Nothing is printed while transformers loads.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,6 +70,19 @@ def load_model(
     _set_adapter_trainable(loaded, trainable=trainable)
     loaded.to(device)
     return loaded.train(trainable)
+
+
+def load_skeleton(model: ModelSettings, lora: LoraSettings) -> torch.nn.Module:
+    """The policy without its weights: names, shapes and types of all tensors. Raises ModelError."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    config = load_config(model)
+    with quiet(), torch.device("meta"):
+        make: Any = AutoModelForCausalLM.from_config  # carries no annotations
+        skeleton = make(config, trust_remote_code=model.trust_remote_code)
+        with contextlib.suppress(OSError):
+            skeleton.generation_config = GenerationConfig.from_pretrained(model.path)
+        return _with_adapter(skeleton, lora, seed=0) if lora.rank else skeleton
 
 
 def check_model_files(model: ModelSettings) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from pipeline.errors import MessageError, RollstreamError, UsageError
+from pipeline.errors import EngineLostError, MessageError, RollstreamError, UsageError
 from pipeline.keys import Stream
 from pipeline.lifecycle import WorkerContext
 from pipeline.streams import Entry, Lease, Moved
@@ -141,7 +141,7 @@ class Stage:
         except HandBack as reason:
             context.log.info("group_handed_back", group_id=lease.group_id, reason=str(reason))
             await context.streams.release([lease])
-        except UsageError:
+        except (UsageError, EngineLostError):
             # Nothing is wrong with the group: this worker cannot work at all.
             await context.streams.release([lease])
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -17,6 +18,7 @@ from pipeline.config_reference import settings, to_toml
 from pipeline.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
+MISSING = object()
 
 
 def write(path: Path, text: str) -> Path:
@@ -48,10 +50,10 @@ def test_the_reference_loads_to_the_defaults() -> None:
 def test_the_reference_names_every_setting_with_its_default() -> None:
     written = tomllib.loads(render_reference())
     for path, setting in settings().items():
-        here = written
+        here: Any = written
         for part in path.split("."):
-            here = here.get(part, {})
-        assert here != {} or path == "scoring.rewards", path
+            here = here.get(part, MISSING) if isinstance(here, dict) else MISSING
+        assert here is not MISSING or path == "scoring.rewards", path
         assert setting.field.description, f"{path} does not say why it exists"
 
 

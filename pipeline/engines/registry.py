@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pipeline.config import Config
 from pipeline.engines import GenerationEngine
-from pipeline.errors import ConfigError
 
 
 def create_engine(config: Config) -> GenerationEngine:
@@ -18,7 +17,6 @@ def create_engine(config: Config) -> GenerationEngine:
         from pipeline.engines.scripted import ScriptedEngine
 
         return ScriptedEngine(generation, seed=seed, max_context=config.model.max_context)
-    raise ConfigError(
-        f'generation.engine = "{generation.engine}" is not in this version; '
-        'use "transformers" (CPU or GPU) or "scripted" (no model)'
-    )
+    from pipeline.engines.vllm import VllmEngine
+
+    return VllmEngine(config)

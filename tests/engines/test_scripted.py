@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import subprocess
 import sys
 import time
@@ -144,8 +145,12 @@ async def test_closing_ends_what_is_in_flight() -> None:
         await task
 
 
-def test_an_engine_that_is_not_shipped_is_refused_with_the_way_out() -> None:
-    with pytest.raises(ConfigError, match='"transformers"'):
+def test_an_engine_that_is_not_installed_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(ConfigError, match="make setup-vllm"):
         create_engine(Config(generation=GenerationSettings(engine="vllm")))
 
 

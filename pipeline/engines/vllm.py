@@ -1,0 +1,325 @@
+"""Generation by vLLM, in processes of its own below this one.
+
+In: prompt groups and weights. Out: completions, each token with the logprob it was drawn at and
+the version that drew it, as vLLM itself recorded it. Every completion is a request of its own, so
+that a place is free as soon as one ends; the prompt of a group is read once and shared.
+
+    state --> checked --> shared memory --> pause (keep) --> apply in the workers --> label --> resume
+              while sequences are being decoded              the only time that they stand still
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.config import Config
+from pipeline.engines.architecture import end_token_ids
+from pipeline.engines.shared_weights import SharedWeights
+from pipeline.engines.vllm_adapters import Adapter, AdapterShelf
+from pipeline.engines.vllm_options import engine_arguments, installed_version, prepare_environment
+from pipeline.engines.vllm_outputs import Draft, Segment, TokenCounter
+from pipeline.errors import ConfigError, EngineError, EngineLostError, WeightError
+from pipeline.logs import get_logger
+from pipeline.messages import Completion, PromptGroup
+from pipeline.model_weights import stage_weights
+from pipeline.models import context_length, load_skeleton, load_tokenizer, resolve_device, resolve_dtype
+from pipeline.weights import WeightKind, WeightState
+
+if TYPE_CHECKING:
+    import torch
+
+_FIRST_VERSION = "0.32"  # its outputs say which weights drew each token
+
+log = get_logger()
+
+
+@dataclass(eq=False, slots=True)
+class _Sequence:
+    """A completion in flight. request_id: of its present request. adapter: that it is decoded with."""
+
+    request_id: str = ""
+    adapter: Adapter | None = None
+    is_moving: bool = False
+    draft: Draft = field(default_factory=Draft)
+
+
+class VllmEngine:
+    """A `GenerationEngine` around vLLM's AsyncLLM."""
+
+    def __init__(self, config: Config) -> None:
+        if installed_version() is None:
+            raise ConfigError(
+                'generation.engine = "vllm", but vLLM is not installed: run `make setup-vllm` for a CPU, or '
+                "`pip install 'rollstream[vllm]'` on a machine with a GPU"
+            )
+        self._config = config
+        self._llm: Any = None
+        self._skeleton: torch.nn.Module | None = None
+        self._tokenizer: Any = None
+        self._context = 0
+        self._end_ids: tuple[int, ...] = ()
+        self._shared = SharedWeights()
+        self._adapters: AdapterShelf | None = None
+        self._version: int | None = None
+        self._counter = TokenCounter()
+        self._sequences: set[_Sequence] = set()
+        self._one_update = asyncio.Lock()
+
+    @property
+    def weight_version(self) -> int | None:
+        """Version that is being served; None until the first `apply_weights`, and after one that broke off."""
+        return self._version
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that are decoded at once."""
+        return self._config.generation.max_num_seqs
+
+    @property
+    def num_unfinished_seqs(self) -> int:
+        """Sequences accepted and not yet ended."""
+        return len(self._sequences)
+
+    @property
+    def num_tokens_generated(self) -> int:
+        """Tokens sampled since the start."""
+        return self._counter.num_tokens
+
+    @property
+    def num_adapters(self) -> int:
+        """LoRA adapters that are loaded."""
+        return self._adapters.num_live if self._adapters else 0
+
+    async def start(self) -> None:
+        """Load the model. Raises ModelError or ConfigError."""
+        self._llm = await asyncio.to_thread(self._load)
+        if self._config.lora.rank:
+            self._adapters = AdapterShelf(self._llm, self._config.lora)
+
+    async def generate(self, prompt: PromptGroup) -> tuple[Completion, ...]:
+        """`prompt.sampling.group_size` completions. Raises EngineError, or EngineLostError when vLLM has ended."""
+        self._check_serving()
+        limit = self._limit(prompt)
+        sequences = [_Sequence() for _ in range(prompt.sampling.group_size)]
+        self._sequences.update(sequences)
+        tasks = [
+            asyncio.create_task(self._complete(prompt, index, limit, sequence))
+            for index, sequence in enumerate(sequences)
+        ]
+        try:
+            return tuple(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._sequences.difference_update(sequences)
+
+    async def apply_weights(self, state: WeightState) -> float:
+        """Check and copy while generation goes on, then replace between two steps; see the protocol.
+
+        Cancelling it does not break off an update that has begun. Raises WeightError; where vLLM
+        failed in the middle of one, nothing is served until another version has been applied.
+        """
+        return await asyncio.shield(self._update(state))
+
+    async def close(self) -> None:
+        """End vLLM's processes; what is still in flight ends with EngineError. Safe to call twice."""
+        llm, self._llm, self._version = self._llm, None, None
+        if llm is not None:
+            await self._abort_all(llm)
+            await asyncio.to_thread(llm.shutdown)
+            del llm
+            gc.collect()  # what is left of it for the end of the interpreter complains then
+        self._shared.close()
+
+    # Generating
+
+    async def _complete(self, prompt: PromptGroup, index: int, limit: int, sequence: _Sequence) -> Completion:
+        """One completion, in as many requests as there were moves to another adapter."""
+        try:
+            while True:
+                segment = await self._segment(prompt, index, limit, sequence)
+                sequence.draft.append(segment)
+                if segment.reason is not None:
+                    return sequence.draft.completion(segment.reason, self._text(sequence.draft, segment))
+                if not sequence.is_moving:
+                    raise EngineError(f"group {prompt.group_id}: vLLM gave up a sequence")
+                self._check_serving()
+        finally:
+            self._sequences.discard(sequence)
+
+    async def _segment(self, prompt: PromptGroup, index: int, limit: int, sequence: _Sequence) -> Segment:
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        so_far = sequence.draft.num_tokens
+        sequence.request_id = f"{prompt.group_id}-{index}-{uuid.uuid4().hex[:8]}"
+        sequence.is_moving = False
+        adapter = sequence.adapter = self._adapters.newest if self._adapters else None
+        version = self._version
+        request = self._llm.generate(
+            # The salt keeps what an older version read out of the cache from being used for a newer one.
+            tokens_input([*prompt.prompt_token_ids.tolist(), *sequence.draft.token_ids], cache_salt=str(version)),
+            self._sampling_params(prompt, index, so_far, limit - so_far),
+            sequence.request_id,
+            lora_request=adapter.request if adapter else None,
+        )
+        try:
+            outputs = [output async for output in request]  # one: the final
+        except EngineDeadError as error:
+            raise EngineLostError(f"vLLM has ended: {error}") from error
+        except (EngineGenerateError, ValueError) as error:
+            raise EngineError(f"group {prompt.group_id}: vLLM failed: {error.__cause__ or error}") from error
+        return Segment.of(outputs[-1].outputs[0], adapter_version=adapter.version if adapter else None)
+
+    def _sampling_params(self, prompt: PromptGroup, index: int, so_far: int, max_tokens: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = prompt.sampling
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=max_tokens,
+            seed=_seed(sampling.seed, prompt.ordinal, index, so_far) if sampling.temperature > 0 else None,
+            stop=list(sampling.stop),
+            stop_token_ids=list(self._end_ids),
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=bool(sampling.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+
+    def _text(self, draft: Draft, segment: Segment) -> str:
+        text: str = self._tokenizer.decode(
+            draft.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text.partition(segment.stop_text)[0] if segment.stop_text else text
+
+    def _check_serving(self) -> None:
+        if self._llm is None:
+            raise EngineError("the engine is not running")
+        if self._version is None:
+            raise EngineError("no verified weights are being served; apply_weights comes first")
+
+    def _limit(self, prompt: PromptGroup) -> int:
+        num_prompt_tokens = len(prompt.prompt_token_ids)
+        room = self._context - num_prompt_tokens
+        if not num_prompt_tokens or room < 1:
+            raise EngineError(
+                f"group {prompt.group_id}: a prompt of {num_prompt_tokens} tokens leaves nothing to generate "
+                f"in a context of {self._context}"
+            )
+        return min(prompt.sampling.max_tokens, room)
+
+    # Updating
+
+    async def _update(self, state: WeightState) -> float:
+        async with self._one_update:
+            if self._llm is None or self._skeleton is None:
+                raise EngineError("the engine is not running")
+            if self._version is not None and state.weight_version < self._version:
+                raise WeightError(f"version {state.weight_version} is older than version {self._version} being served")
+            await asyncio.to_thread(stage_weights, self._skeleton, state)
+            if state.kind is WeightKind.ADAPTER:
+                assert self._adapters is not None
+                return await self._load_adapter(self._adapters, state)
+            return await self._replace_all(state)
+
+    async def _replace_all(self, state: WeightState) -> float:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        shared = await asyncio.to_thread(self._shared.write, state)
+        started = time.perf_counter()
+        await self._llm.pause_generation(mode="keep", clear_cache=self._config.generation.kv_on_update == "recompute")
+        try:
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"shared": shared}))
+            await self._llm.finish_weight_update(weight_version=str(state.weight_version))
+        except Exception as error:
+            await self._quarantine(state.weight_version, error)
+            raise WeightError(f"vLLM could not apply weights {state.weight_version}: {error}") from error
+        await self._llm.resume_generation()
+        self._version = state.weight_version
+        return time.perf_counter() - started
+
+    async def _quarantine(self, weight_version: int, error: Exception) -> None:
+        """Nobody knows which weights there are now, so nothing is drawn from them until others have been applied."""
+        log.error("engine_quarantined", weight_version=weight_version, reason=str(error))
+        self._version = None
+        await self._abort_all(self._llm)
+
+    async def _abort_all(self, llm: Any) -> None:
+        await llm.abort([sequence.request_id for sequence in self._sequences if sequence.request_id])
+
+    async def _load_adapter(self, adapters: AdapterShelf, state: WeightState) -> float:
+        """Make room, load, and take along what would otherwise be decoded with weights that are too old."""
+        oldest_allowed = state.weight_version - self._config.staleness.max_staleness
+        pause_s = await adapters.load(state)
+        self._version = state.weight_version
+        await self._move(below=max(oldest_allowed, adapters.oldest_to_keep()))
+        await adapters.unload_unused({sequence.adapter for sequence in self._sequences if sequence.adapter})
+        return pause_s
+
+    async def _move(self, *, below: int) -> None:
+        """Sequences on an adapter older than `below` go on with the newest, from the tokens that they have."""
+        moving = [item for item in self._sequences if item.adapter is not None and item.adapter.version < below]
+        for sequence in moving:
+            sequence.is_moving = True
+            sequence.adapter = None
+        if moving:
+            await self._llm.abort([sequence.request_id for sequence in moving])
+
+    # Starting
+
+    def _load(self) -> Any:
+        config = self._config
+        prepare_environment(config.generation, os.environ)
+        device = resolve_device(config.generation.device)
+        self._tokenizer = load_tokenizer(config.model)
+        self._skeleton = load_skeleton(config.model, config.lora)
+        self._end_ids = end_token_ids(self._skeleton, self._tokenizer)
+        self._context = context_length(config.model, self._skeleton.config)  # type: ignore[arg-type]
+        arguments = engine_arguments(
+            config,
+            dtype=str(resolve_dtype(config.generation.dtype, device)).removeprefix("torch."),
+            context=self._context,
+            is_cpu=device.type == "cpu",
+        )
+        return _start(arguments, self._counter)
+
+
+def _start(arguments: dict[str, Any], counter: TokenCounter) -> Any:
+    try:
+        from vllm import AsyncEngineArgs
+        from vllm.config import WeightTransferConfig
+        from vllm.outputs import CompletionOutput
+        from vllm.v1.engine.async_llm import AsyncLLM
+    except ImportError as error:
+        raise ConfigError(f"vLLM {installed_version()} cannot be used: {error}") from error
+    if "weight_versions" not in CompletionOutput.__dataclass_fields__:
+        raise ConfigError(
+            f"vLLM {installed_version()} does not say which weights drew a token; install {_FIRST_VERSION} or newer"
+        )
+    transfer = WeightTransferConfig(**arguments.pop("weight_transfer_config"))
+    try:
+        engine_args = AsyncEngineArgs(weight_transfer_config=transfer, **arguments)
+        return AsyncLLM.from_engine_args(engine_args, stat_loggers=[counter.logger])
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"vLLM {installed_version()} refuses its arguments (generation.vllm): {error}") from error
+
+
+def _seed(seed: int, ordinal: int, index: int, so_far: int) -> int:
+    """A seed of 63 bits for one request, different for each."""
+    state = np.random.SeedSequence([seed & (2**64 - 1), ordinal, index, so_far]).generate_state(1, np.uint64)
+    return int(state[0] >> np.uint64(1))

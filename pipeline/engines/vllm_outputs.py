@@ -1,0 +1,142 @@
+"""From vLLM's outputs to completions.
+
+In: the final output of each request that a completion took. Out: one `Completion` with the spans
+of the versions that drew it. Also counts tokens as they are drawn, for whoever watches progress.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pipeline.errors import EngineError
+from pipeline.messages import Completion, FinishReason, SamplingMask, VersionSpan
+
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """What one request drew. spans: (version, first token of the segment). reason: None where it was broken off."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    spans: list[tuple[int, int]]
+    reason: FinishReason | None
+    stop_text: str
+    kept_ids: list[list[int]] | None
+
+    @classmethod
+    def of(cls, output: Any, *, adapter_version: int | None) -> Segment:
+        """From vLLM's `CompletionOutput`; adapter_version: of the adapter that drew all of it, where there is one.
+
+        Raises EngineError where it contradicts itself.
+        """
+        token_ids, logprobs = list(output.token_ids), _logprobs(output)
+        if len(logprobs) != len(token_ids):
+            raise EngineError(f"vLLM gave {len(logprobs)} logprobs for {len(token_ids)} tokens")
+        if output.finish_reason not in _REASONS:
+            raise EngineError(f"vLLM ended a sequence with {output.finish_reason!r}")
+        mask = output.sampling_mask
+        return cls(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            spans=_spans(output, adapter_version) if token_ids else [],
+            reason=_REASONS[output.finish_reason],
+            stop_text=output.stop_reason if isinstance(output.stop_reason, str) else "",
+            kept_ids=None if mask is None else mask.token_ids,
+        )
+
+
+@dataclass(slots=True)
+class Draft:
+    """A completion that is being made of segments."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    kept_ids: list[list[int]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return len(self.token_ids)
+
+    def append(self, segment: Segment) -> None:
+        """Put the next segment behind what there is."""
+        for version, first in segment.spans:
+            if not self.spans or self.spans[-1][0] != version:
+                self.spans.append((version, self.num_tokens + first))
+        self.token_ids += segment.token_ids
+        self.logprobs += segment.logprobs
+        self.kept_ids += segment.kept_ids or []
+
+    def completion(self, reason: FinishReason, text: str) -> Completion:
+        """All segments as one."""
+        if not all(np.isfinite(self.logprobs)):
+            raise EngineError("the weights gave logits that are not finite")
+        return Completion(
+            token_ids=np.array(self.token_ids, dtype=np.uint32),
+            generator_logprobs=np.array(self.logprobs, dtype=np.float32),
+            loss_mask=np.ones(self.num_tokens, dtype=np.uint8),
+            spans=tuple(VersionSpan(weight_version=version, first_token=first) for version, first in self.spans),
+            finish_reason=reason,
+            text=text,
+            sampling_mask=self._mask() if len(self.kept_ids) == self.num_tokens else None,
+        )
+
+    def _mask(self) -> SamplingMask:
+        return SamplingMask(
+            kept_ids=np.array([token for kept in self.kept_ids for token in kept], dtype=np.uint32),
+            num_kept=np.array([len(kept) for kept in self.kept_ids], dtype=np.uint32),
+        )
+
+
+class TokenCounter:
+    """Counts the tokens of all steps. logger: a stat logger factory, as vLLM wants it."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+
+    def logger(self, vllm_config: Any, engine_index: int = 0) -> Any:
+        """A logger for one engine core that counts here."""
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        counter = self
+
+        class Logger(StatLoggerBase):  # type: ignore[misc]
+            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+                pass
+
+            def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+                if iteration_stats is not None:
+                    counter.num_tokens += iteration_stats.num_generation_tokens
+
+            def log_engine_initialized(self) -> None:
+                pass
+
+        return Logger(vllm_config, engine_index)
+
+
+def _logprobs(output: Any) -> list[float]:
+    found = output.logprobs
+    if found is None:
+        return []
+    return [float(value) for value in _sampled(found, output.token_ids)]
+
+
+def _sampled(found: Any, token_ids: Any) -> list[float]:
+    """Logprob of the token that was drawn, at each position; it is the first that vLLM names."""
+    if hasattr(found, "start_indices"):
+        return [found.logprobs[start] for start in found.start_indices]
+    return [entry[token].logprob for entry, token in zip(found, token_ids, strict=True)]
+
+
+def _spans(output: Any, adapter_version: int | None) -> list[tuple[int, int]]:
+    if adapter_version is not None:
+        return [(adapter_version, 0)]
+    if not output.weight_versions:
+        raise EngineError("vLLM does not say which weights drew a sequence")
+    return [(int(span.version), span.start) for span in output.weight_versions]
