@@ -11,6 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 import click
 
@@ -71,7 +72,8 @@ def up(sources: Sources, num_generators: int, num_scorers: int, has_exporter: bo
 
 @click.command()
 @click.option("--steps", type=click.IntRange(min=1), help="Optimiser steps.")
-@click.option("--generators", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--engine", type=click.Choice(["transformers", "vllm"]), default="transformers", show_default=True)
+@click.option("--generators", type=click.IntRange(min=1), help="Generator processes.  [default: 2, with vLLM 1]")
 @click.option("--scorers", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--max-staleness", type=click.IntRange(min=0), help="In weight versions.")
@@ -79,7 +81,8 @@ def up(sources: Sources, num_generators: int, num_scorers: int, has_exporter: bo
 @as_json
 def demo(
     steps: int | None,
-    generators: int,
+    engine: Literal["transformers", "vllm"],
+    generators: int | None,
     scorers: int,
     seed: int,
     max_staleness: int | None,
@@ -90,6 +93,7 @@ def demo(
     from pipeline.demo.command import run_demo
 
     return run_demo(
+        engine=engine,
         steps=steps,
         generators=generators,
         scorers=scorers,

@@ -12,7 +12,7 @@ import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -28,6 +28,7 @@ from pipeline.recorder import plot_curve
 from pipeline.streams import Ledger, Streams, connect
 
 _POLL_S = 0.5
+_DEFAULT_GENERATORS = {"transformers": 2, "vllm": 1}  # vLLM is three processes already
 
 
 @dataclass(slots=True)
@@ -43,8 +44,9 @@ class Observed:
 
 def run_demo(
     *,
+    engine: Literal["transformers", "vllm"],
     steps: int | None,
-    generators: int,
+    generators: int | None,
     scorers: int,
     seed: int,
     max_staleness: int | None,
@@ -57,7 +59,10 @@ def run_demo(
     name = _free_name(directory)
     click.echo("preparing: a tiny model learns the task by supervision, but not well")
     prepared = prepare(directory / name / "start", seed)
-    config = demo_config(prepared, run_dir=directory, name=name, seed=seed, steps=steps, max_staleness=max_staleness)
+    config = demo_config(
+        prepared, run_dir=directory, name=name, seed=seed, engine=engine, steps=steps, max_staleness=max_staleness
+    )
+    generators = generators or _DEFAULT_GENERATORS[engine]
     click.echo(f"running: {generators} generators, {scorers} scorers, 1 trainer, 1 exporter, 1 Valkey server")
     rl_started = time.monotonic()
     code, observed = asyncio.run(_run(config, Crew(num_generators=generators, num_scorers=scorers)))
@@ -118,6 +123,7 @@ def _show(config: Config, summary: dict[str, Any]) -> None:
         f"in {summary['steps']} steps and {summary['rl_wall_s']:.0f} s; "
         f"staleness {summary['staleness_mean']:.2f} on average, {summary['staleness_max']:.0f} at most"
     )
+    click.echo(f"{summary['mixed_completions']} completions went on in mid-sentence while the weights changed")
     ledger = summary["ledger"]
     click.echo(
         f"ledger: {ledger['fed']} groups fed = {ledger['trained']} trained + {sum(ledger['dropped'].values())} dropped "

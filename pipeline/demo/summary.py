@@ -24,6 +24,7 @@ def summarise(
     """The summary that `rollstream demo --json` prints.
 
     trainer_idle_ratio: share of the time between first and last step spent waiting for groups.
+    mixed_completions: trained on, begun under one version of the weights and ended under another.
     generator_busy_ratio: mean share of time with a group in work, over generators.
     """
     rows = read_metrics(config.run_dir)
@@ -47,6 +48,7 @@ def summarise(
         "staleness_max": max(row["staleness_max"] for row in steps),
         "max_staleness": config.staleness.max_staleness,
         "tokens_over_max_staleness": int(sum(row["stale_tokens"] for row in steps)),
+        "mixed_completions": int(sum(row["mixed_completions"] for row in steps)),
         "ledger": None if ledger is None else dataclasses.asdict(ledger),
         "ledger_balances": ledger is not None and ledger.balances,
         "trainer_idle_ratio": round(waited / wall, 4) if wall else None,

@@ -26,7 +26,7 @@ from pipeline.engines.shared_weights import SharedWeights
 from pipeline.engines.vllm_adapters import Adapter, AdapterShelf
 from pipeline.engines.vllm_options import engine_arguments, installed_version, prepare_environment
 from pipeline.engines.vllm_outputs import Draft, Segment, TokenCounter
-from pipeline.errors import ConfigError, EngineError, EngineLostError, WeightError
+from pipeline.errors import ConfigError, EngineError, EngineLostError, ModelError, WeightError
 from pipeline.logs import get_logger
 from pipeline.messages import Completion, PromptGroup
 from pipeline.model_weights import stage_weights
@@ -100,7 +100,8 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Load the model. Raises ModelError or ConfigError."""
-        self._llm = await asyncio.to_thread(self._load)
+        await asyncio.to_thread(self._load)
+        await self._probe()
         if self._config.lora.rank:
             self._adapters = AdapterShelf(self._llm, self._config.lora)
 
@@ -132,11 +133,12 @@ class VllmEngine:
 
     async def close(self) -> None:
         """End vLLM's processes; what is still in flight ends with EngineError. Safe to call twice."""
-        llm, self._llm, self._version = self._llm, None, None
-        if llm is not None:
-            await self._abort_all(llm)
-            await asyncio.to_thread(llm.shutdown)
-            del llm
+        self._version = None
+        if self._llm is not None:
+            await self._abort_all(self._llm)
+            if handler := getattr(self._llm, "output_handler", None):
+                handler.cancel()  # or it reports the end of the other processes as a failure
+            await asyncio.to_thread(self._shut_down)
             gc.collect()  # what is left of it for the end of the interpreter complains then
         self._shared.close()
 
@@ -282,7 +284,27 @@ class VllmEngine:
 
     # Starting
 
-    def _load(self) -> Any:
+    async def _probe(self) -> None:
+        """One token: what vLLM cannot do with this model on this machine shows only when it is run."""
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            async for _ in self._llm.generate(tokens_input([self._end_ids[0]]), SamplingParams(max_tokens=1), "probe"):
+                pass
+        except EngineDeadError as error:
+            await self.close()
+            raise ModelError(
+                f"vLLM {installed_version()} cannot run model.path = {self._config.model.path!r} on this machine; "
+                'what it printed above says why. generation.engine = "transformers" runs more models'
+            ) from error
+
+    def _shut_down(self) -> None:
+        llm, self._llm, self._adapters = self._llm, None, None
+        llm.shutdown()
+
+    def _load(self) -> None:
         config = self._config
         prepare_environment(config.generation, os.environ)
         device = resolve_device(config.generation.device)
@@ -296,7 +318,7 @@ class VllmEngine:
             context=self._context,
             is_cpu=device.type == "cpu",
         )
-        return _start(arguments, self._counter)
+        self._llm = _start(arguments, self._counter)
 
 
 def _start(arguments: dict[str, Any], counter: TokenCounter) -> Any:
