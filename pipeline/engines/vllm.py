@@ -36,6 +36,7 @@ from pipeline.weights import WeightKind, WeightState
 if TYPE_CHECKING:
     import torch
 
+_NO_MASKS = "sampling distribution replay requires"
 _FIRST_VERSION = "0.32"  # its outputs say which weights drew each token
 
 log = get_logger()
@@ -70,6 +71,7 @@ class VllmEngine:
         self._adapters: AdapterShelf | None = None
         self._version: int | None = None
         self._counter = TokenCounter()
+        self._masks_from_logprobs = False
         self._sequences: set[_Sequence] = set()
         self._one_update = asyncio.Lock()
 
@@ -180,7 +182,11 @@ class VllmEngine:
             raise EngineLostError(f"vLLM has ended: {error}") from error
         except (EngineGenerateError, ValueError) as error:
             raise EngineError(f"group {prompt.group_id}: vLLM failed: {error.__cause__ or error}") from error
-        return Segment.of(outputs[-1].outputs[0], adapter_version=adapter.version if adapter else None)
+        return Segment.of(
+            outputs[-1].outputs[0],
+            adapter_version=adapter.version if adapter else None,
+            has_all_logprobs=self._masks_from_logprobs and prompt.sampling.keep_sampling_mask,
+        )
 
     def _sampling_params(self, prompt: PromptGroup, index: int, so_far: int, max_tokens: int) -> Any:
         from vllm import SamplingParams
@@ -195,7 +201,7 @@ class VllmEngine:
             seed=_seed(sampling.seed, prompt.ordinal, index, so_far) if sampling.temperature > 0 else None,
             stop=list(sampling.stop),
             stop_token_ids=list(self._end_ids),
-            logprobs=0,
+            logprobs=-1 if self._masks_from_logprobs and sampling.keep_sampling_mask else 0,
             flat_logprobs=True,
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -318,7 +324,15 @@ class VllmEngine:
             context=self._context,
             is_cpu=device.type == "cpu",
         )
-        self._llm = _start(arguments, self._counter)
+        try:
+            self._llm = _start(arguments, self._counter)
+        except ConfigError as error:
+            if not arguments["return_sampling_mask"] or _NO_MASKS not in str(error):
+                raise
+            # This runner keeps no sampling masks, so they are read off the logprobs of all tokens.
+            log.warning("masks_from_logprobs", reason=_NO_MASKS, cost="logprobs of the whole vocabulary at each token")
+            self._masks_from_logprobs = True
+            self._llm = _start(arguments | {"return_sampling_mask": False, "max_logprobs": -1}, self._counter)
 
 
 def _start(arguments: dict[str, Any], counter: TokenCounter) -> Any:
@@ -333,9 +347,9 @@ def _start(arguments: dict[str, Any], counter: TokenCounter) -> Any:
         raise ConfigError(
             f"vLLM {installed_version()} does not say which weights drew a token; install {_FIRST_VERSION} or newer"
         )
-    transfer = WeightTransferConfig(**arguments.pop("weight_transfer_config"))
+    transfer = WeightTransferConfig(**arguments["weight_transfer_config"])
     try:
-        engine_args = AsyncEngineArgs(weight_transfer_config=transfer, **arguments)
+        engine_args = AsyncEngineArgs(**(arguments | {"weight_transfer_config": transfer}))
         return AsyncLLM.from_engine_args(engine_args, stat_loggers=[counter.logger])
     except (TypeError, ValueError) as error:
         raise ConfigError(f"vLLM {installed_version()} refuses its arguments (generation.vllm): {error}") from error
