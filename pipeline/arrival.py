@@ -7,18 +7,11 @@ and can be told to give up at any moment; what a person must mend ends it at onc
 from __future__ import annotations
 
 from redis.asyncio import Redis
-from redis.exceptions import (
-    AuthenticationError,
-    AuthorizationError,
-    InvalidResponse,
-    NoPermissionError,
-    RedisError,
-    ResponseError,
-)
+from redis.exceptions import RedisError, ResponseError
 
 from pipeline.config import Config
 from pipeline.config_files import fingerprint, show
-from pipeline.connection import connect, passes
+from pipeline.connection import connect, passes, refusal
 from pipeline.context import WorkerContext
 from pipeline.errors import ConfigError
 from pipeline.fleet import Fleet
@@ -31,7 +24,6 @@ from pipeline.streams import Streams
 from pipeline.worker_state import WorkerState
 
 _RETRY_S = 0.5
-_REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError, InvalidResponse)
 
 
 class Arrival:
@@ -58,8 +50,8 @@ class Arrival:
                         self._state.wait_for(None)
                         return context
                 except (RedisError, OSError) as error:
-                    if _is_refusal(error):
-                        raise ConfigError(f"redis.url: the server does not let this worker in: {error}") from None
+                    if why := refusal(error):
+                        raise ConfigError(f"redis.url: {why}") from None
                     # Whatever else it says may pass: starting, loading, full, read-only, not there.
                     self._state.wait_for(f"Redis ({error})")
                 await self._state.wait_for_any(timeout_s=_RETRY_S)
@@ -74,7 +66,7 @@ class Arrival:
         try:
             await probe.ping()
         except ResponseError as error:
-            if passes(error):
+            if passes(error) or refusal(error):
                 raise
             raise ConfigError(f"redis.url: the server does not let this worker in: {error}") from None
         if self._joins:
@@ -101,8 +93,3 @@ class Arrival:
             state=self._state,
             address=self._address,
         )
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Whether waiting is in vain; redis-py wraps some refusals into a ConnectionError."""
-    return isinstance(error, _REFUSALS) or isinstance(error.__cause__, _REFUSALS)

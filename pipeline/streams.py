@@ -169,12 +169,15 @@ class Streams(Accounts):
 
     async def _read(self, stream: Stream, count: int, wait_s: float) -> list[Lease]:
         try:
-            reply = await self._redis.xreadgroup(
-                CONSUMER_GROUP,
-                self.consumer,
-                {self._keys.stream(stream): ">"},
-                count=count,
-                block=max(1, int(wait_s * 1000)) if wait_s > 0 else None,
+            reply = await self._accepted(
+                lambda: self._redis.xreadgroup(
+                    CONSUMER_GROUP,
+                    self.consumer,
+                    {self._keys.stream(stream): ">"},
+                    count=count,
+                    block=max(1, int(wait_s * 1000)) if wait_s > 0 else None,
+                ),
+                waits=False,
             )
         except ResponseError as error:
             await self._reopen_after(error)
@@ -260,7 +263,7 @@ class Streams(Accounts):
             while left:
                 done, left = await self._scripts.call("release_all", _INDEX[stream], _BATCH_GROUPS)
                 released += done
-        await self._redis.hdel(self._keys.replies, self.consumer)
+        await self._remove(self._keys.replies, [self.consumer])
         return released
 
     # Out of the streams
@@ -328,8 +331,12 @@ class Streams(Accounts):
         """These groups' effect is in a checkpoint on disk. Returns how many were uncommitted."""
         committed = 0
         for batch in _batches(group_ids):
-            committed += await self._redis.hdel(self._keys.uncommitted, *batch)
+            committed += await self._remove(self._keys.uncommitted, batch)
         return committed
+
+    async def _remove(self, key: str, names: Sequence[str]) -> int:
+        """Fields of a hash; returns how many were there."""
+        return await self._accepted(lambda: self._redis.hdel(key, *names))
 
 
 # One call holds up everyone's: these bound for how long.
