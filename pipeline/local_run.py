@@ -11,8 +11,8 @@ import asyncio
 import fcntl
 import os
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,7 @@ from pipeline.config_files import show
 from pipeline.cores import available_cores, gpu_environ, thread_environ, visible_gpus
 from pipeline.embedded import EmbeddedServer
 from pipeline.errors import ConfigError, ServiceUnavailableError
-from pipeline.server_address import announce_server, with_url, withdraw_server
+from pipeline.server_address import announce_server, kept_dir, with_url, withdraw_server
 from pipeline.supervisor import RestartPolicy, Supervisor, WorkerExit, WorkerSpec
 
 _KILL_GRACE_S = 15.0
@@ -129,7 +129,7 @@ class LocalRun:
 
     def _start_server(self, stack: ExitStack, run_dir: Path) -> None:
         try:
-            server = EmbeddedServer.start(run_dir / "redis" if self._persist else None, persist=self._persist)
+            server = EmbeddedServer.start(kept_dir(self.config) if self._persist else None, persist=self._persist)
         except ConfigError as error:
             raise ConfigError(f"run.dir = {str(self.config.run.dir)!r}: {error}") from None
         self._server = server
@@ -137,6 +137,18 @@ class LocalRun:
         announce_server(run_dir, server.url)
         stack.callback(withdraw_server, run_dir)
         self.config = with_url(self.config, server.url)
+
+
+@contextmanager
+def kept_server(config: Config) -> Iterator[Config]:
+    """A server on what an `up` of this run has kept, for the time of the block; yields settings with its address.
+
+    Raises ConfigError while an `up` is at work.
+    """
+    with (config.run_dir / "up.lock").open("a+") as lock:
+        _lock(lock, config)
+        with EmbeddedServer.start(kept_dir(config), persist=True) as server:
+            yield with_url(config, server.url)
 
 
 def worker_specs(
@@ -188,6 +200,6 @@ def _lock(file: IO[str], config: Config) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigError(
-            f"run.name = {config.run.name!r}: another `up` of this run is at work in {config.run_dir}; "
-            "stop it, or choose another name with --run"
+            f"run.name = {config.run.name!r}: another `up` of this run is at work in {config.run_dir}, or a command "
+            "that looks at what it has kept; stop it, or choose another name with --run"
         ) from None

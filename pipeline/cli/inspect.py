@@ -21,7 +21,6 @@ from pipeline.keys import Keys, Stream
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-    from pipeline.config import Config
     from pipeline.fleet import WorkerInfo
     from pipeline.leases import DeadLetter, Queued
     from pipeline.ledger import Depth, Ledger
@@ -44,9 +43,8 @@ def status(sources: Sources, is_watch: bool, is_json: bool) -> int:
     """Show queues, workers, progress, and which stage limits the rate."""
     from pipeline.status import render
 
-    config = sources.load()
     while True:
-        now = _collect_status(config)
+        now = _collect_status(sources)
         if is_json:
             echo_json(now)
         elif is_watch:
@@ -69,7 +67,7 @@ def workers(sources: Sources, is_json: bool) -> int:
 
         return await Fleet(redis, keys).workers()
 
-    found = with_redis(sources.load(), body)
+    found = with_redis(sources, body)
     if is_json:
         echo_json(found)
         return 0
@@ -94,7 +92,7 @@ def streams(context: click.Context, sources: Sources, is_json: bool) -> int:
     async def body(streams: Streams) -> tuple[Mapping[Stream, Depth], Ledger]:
         return await streams.depths(), await streams.ledger()
 
-    depths, ledger = _with_streams(sources.load(), body)
+    depths, ledger = _with_streams(sources, body)
     if is_json:
         echo_json({"streams": depths, "ledger": ledger, "balances": ledger.balances})
         return 0
@@ -122,7 +120,7 @@ def peek(sources: Sources, stream: str, count: int, is_json: bool) -> int:
     async def body(streams: Streams) -> Sequence[Queued]:
         return await streams.peek(Stream(stream), count)
 
-    entries = _with_streams(sources.load(), body)
+    entries = _with_streams(sources, body)
     if is_json:
         echo_json(entries)
         return 0
@@ -140,7 +138,7 @@ def peek(sources: Sources, stream: str, count: int, is_json: bool) -> int:
 @as_json
 def dead_letters(sources: Sources, count: int, is_json: bool, folder: Path | None) -> int:
     """Show groups that no one could process, and why."""
-    letters = _with_streams(sources.load(), lambda streams: streams.dead_letters(count))
+    letters = _with_streams(sources, lambda streams: streams.dead_letters(count))
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         for letter in letters:
@@ -166,7 +164,7 @@ def requeue(sources: Sources, letters: tuple[str, ...], is_all: bool, payload: P
         raise UsageError(f"--payload {payload} is for one letter: name it")
     mended = {} if payload is None else {letters[0]: payload.read_bytes()}
     ids = None if is_all else list(letters)
-    moved = _with_streams(sources.load(), lambda streams: streams.requeue(ids, mended))
+    moved = _with_streams(sources, lambda streams: streams.requeue(ids, mended), must_exist=True)
     click.echo(f"{moved} put back")
     return 0
 
@@ -230,22 +228,28 @@ def list_checkpoints(sources: Sources, is_json: bool) -> int:
     return 0
 
 
-def _collect_status(config: Config) -> RunStatus:
+def _collect_status(sources: Sources) -> RunStatus:
     async def body(redis: Redis, keys: Keys) -> RunStatus:
         from pipeline.status import collect
 
         return await collect(redis, keys)
 
-    return with_redis(config, body)
+    return with_redis(sources, body)
 
 
-def _with_streams(config: Config, body: Callable[[Streams], Awaitable[R]]) -> R:
+def _with_streams(sources: Sources, body: Callable[[Streams], Awaitable[R]], *, must_exist: bool = False) -> R:
+    """What `body` finds in the streams of a run that may be over. must_exist: before it changes anything."""
+    settings = sources.load().queues
+
     async def opened(redis: Redis, keys: Keys) -> R:
+        from pipeline.fleet import Fleet
         from pipeline.streams import Streams
 
-        return await body(Streams(redis, keys, config.queues, consumer=_CONSUMER))
+        if must_exist:
+            await Fleet(redis, keys).refuse_unknown()
+        return await body(Streams(redis, keys, settings, consumer=_CONSUMER))
 
-    return with_redis(config, opened)
+    return with_redis(sources, opened, starts_server=True)
 
 
 def _without_payload(letter: DeadLetter) -> dict[str, object]:

@@ -25,7 +25,7 @@ def _worker(role: str, summary: str) -> click.Command:
 
         # Before the worker listens to signals, and after it has ceased to, a signal finds nothing to drain.
         signal.signal(signal.SIGTERM, _leave)
-        config = with_server(sources.load())
+        config = with_server(sources.load(), sources.words)
         main: Callable[..., int] = import_module(f"workers.{role}").main
         return main(config)
 
