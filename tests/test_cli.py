@@ -220,6 +220,33 @@ def test_records_of_a_run_are_read_back(ask, tmp_path: Path, run_name: str) -> N
     assert ask("checkpoints", "list").out == "no complete checkpoint\n"
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {},
+        {"group_id": "00000007"},
+        {"group_id": "00000007", "is_evaluation": [], "completions": None, "prompt": None},
+        {"group_id": "00000007", "completions": [{}, {"reward": 1.0}, {"text": "cba"}, "cba", None]},
+        {"group_id": ["00000007"], "completions": {"text": "cba"}},
+    ],
+    ids=json.dumps,
+)
+def test_a_record_that_lacks_fields_is_shown_as_far_as_it_goes(
+    ask, tmp_path: Path, run_name: str, record: dict[str, object]
+) -> None:
+    folder = tmp_path / "runs" / run_name
+    folder.mkdir(parents=True)
+    lines = ['{"group_id": "00000007", "compl', "[" * 100_000, '"not a record"', "\xff", json.dumps(record), ""]
+    (folder / "samples.jsonl").write_text("\n".join(lines), encoding="latin-1")
+    answer = ask("rollouts", "tail")
+    assert answer.code == 0
+    assert len([line for line in answer.out.splitlines() if line.startswith("step ")]) == 1
+    assert json.loads(ask("rollouts", "tail", "--json").out) == record
+    shown = ask("rollouts", "show", "00000007")
+    assert shown.code == (0 if record.get("group_id") == "00000007" else 2)
+    assert ("'cba'" in shown.out) == (len(record.get("completions") or []) == 5)  # type: ignore[arg-type]
+
+
 def test_output_that_nobody_reads_to_its_end_ends_quietly() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "pipeline.cli", "config", "show"],

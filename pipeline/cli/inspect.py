@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 _CONSUMER = "command-line"
 _WATCH_INTERVAL_S = 1.0
+_KINDS = ((True, "evaluation"), (False, "training"))
 _FOLDER = click.Path(path_type=Path, file_okay=False)
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 as_count = click.option("-n", "--count", type=click.IntRange(min=1), default=10, show_default=True)
@@ -258,11 +259,21 @@ def _without_payload(letter: DeadLetter) -> dict[str, object]:
 
 
 def _show_sample(sample: Mapping[str, Any], is_json: bool) -> None:
+    """A record may be older than this version, or come from other hands: shows what there is of it."""
     if is_json:
         echo_json(sample)
         return
-    kind = "evaluation" if sample["is_evaluation"] else "training"
-    click.echo(f"step {sample['step']}, group {sample['group_id']} ({kind})")
-    click.echo(f"  prompt: {sample['prompt']!r}")
-    for completion in sample["completions"]:
-        click.echo(f"  reward {completion['reward']}, versions {completion['versions']}: {completion['text']!r}")
+    kind = next((f" ({name})" for is_it, name in _KINDS if sample.get("is_evaluation") is is_it), "")
+    click.echo(f"step {sample.get('step', '?')}, group {sample.get('group_id', '?')}{kind}")
+    if "prompt" in sample:
+        click.echo(f"  prompt: {sample['prompt']!r}")
+    completions = sample.get("completions")
+    for completion in completions if isinstance(completions, list) else []:
+        click.echo(f"  {_completion(completion)}")
+
+
+def _completion(completion: object) -> str:
+    if not isinstance(completion, Mapping):
+        return repr(completion)
+    said = [f"{name} {completion[name]}" for name in ("reward", "versions") if name in completion]
+    return ": ".join([*([", ".join(said)] if said else []), repr(completion.get("text"))])

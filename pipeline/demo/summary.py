@@ -61,9 +61,14 @@ def samples_before_and_after(run_dir: Path) -> Iterator[tuple[dict[str, Any], di
     first: dict[int, dict[str, Any]] = {}
     last: dict[int, dict[str, Any]] = {}
     for record in all_samples(run_dir):
-        if record["is_evaluation"]:
+        if record.get("is_evaluation") is not True:
+            continue
+        try:
             sample = {"prompt": record["prompt"], "text": record["completions"][0]["text"]}
-            first.setdefault(record["dataset_index"], sample)
-            last[record["dataset_index"]] = sample
+            index = int(record["dataset_index"])
+        except (KeyError, IndexError, TypeError, ValueError):
+            continue  # a directory that was there before may hold records of another version
+        first.setdefault(index, sample)
+        last[index] = sample
     for index in sorted(first)[:_SHOWN]:
         yield first[index], last[index]
