@@ -271,3 +271,16 @@ def test_a_worker_that_is_told_to_end_before_it_listens_exits_with_0(tmp_path: P
     with fifo.open("w"):
         worker.send_signal(signal.SIGTERM)
         assert worker.wait(timeout=60) == 0
+
+
+def test_a_worker_that_is_told_to_end_when_it_has_ended_keeps_its_exit_code(valkey_url: str, run_name: str) -> None:
+    # The object goes when Python takes modules apart, after it has given signals their old meaning back.
+    code = (
+        "import os, signal, sys\nfrom pipeline.cli import run\n"
+        "class Late:\n    def __del__(self, kill=os.kill, me=os.getpid(), number=signal.SIGTERM): kill(me, number)\n"
+        "late = Late()\n"
+        "sys.exit(run(sys.argv[1:]))"
+    )
+    words = ["--run", run_name, "--set", f"redis.url={valkey_url}", "--set", "scoring.rewards=[{function='no:where'}]"]
+    done = subprocess.run([sys.executable, "-c", code, "scorer", *words], cwd=ROOT, capture_output=True, check=False)
+    assert done.returncode == 2, done.stderr
