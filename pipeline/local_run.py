@@ -18,16 +18,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from redis.exceptions import RedisError
+
 from pipeline.config import Config
 from pipeline.config_files import show
+from pipeline.connection import connect
 from pipeline.cores import available_cores, gpu_environ, thread_environ, visible_gpus
 from pipeline.embedded import EmbeddedServer
-from pipeline.errors import ConfigError, ServiceUnavailableError
+from pipeline.errors import ConfigError, RollstreamError, ServiceUnavailableError
+from pipeline.fleet import Fleet
+from pipeline.keys import Keys
 from pipeline.server_address import announce_server, kept_dir, with_url, withdraw_server
 from pipeline.supervisor import RestartPolicy, Supervisor, WorkerExit, WorkerSpec
 
 _KILL_GRACE_S = 15.0
 _LOOK_EVERY_S = 1.0
+_LAST_LOOK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +114,26 @@ class LocalRun:
         """Run until the supervisor ends, or the private server does. Returns the exit code."""
         watch = asyncio.create_task(self._watch_server(supervisor, say))
         try:
-            return await supervisor.run()
+            code = await supervisor.run()
         finally:
             watch.cancel()
             await asyncio.wait([watch])
+        if code == 0 and self._persist:
+            await self._say_if_it_is_not_over(say)
+        return code
+
+    async def _say_if_it_is_not_over(self, say: Callable[[str], None]) -> None:
+        """Workers that were asked to leave end well, too; who waits for the run should know which it was."""
+        try:
+            async with asyncio.timeout(_LAST_LOOK_S), connect(self.config.redis, retries=0) as redis:
+                facts = await Fleet(redis, Keys(self.config.run.name)).facts()
+        except (RedisError, OSError, RollstreamError):
+            return
+        if facts.stop_reason is None and facts.weight_version is not None:
+            say(
+                f"drained before the run was over, at weight version {facts.weight_version}; the same command goes on "
+                "from there"
+            )
 
     async def _watch_server(self, supervisor: Supervisor, say: Callable[[str], None]) -> None:
         """Nothing goes on without the server, and only this process could have started another."""
