@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from pipeline.connection import Scripts, until_accepted
 from pipeline.keys import CONSUMER_GROUP, Keys, Stream
-from pipeline.leases import DeadLetter, Queued, RawFields, integer_of, seconds_of, text_of
+from pipeline.leases import DeadLetter, Death, Queued, RawFields, integer_of, seconds_of, text_of
 from pipeline.ledger import Depth, Ledger, read_depths, read_ledger
 
 _BY_NAME = {stream.value: stream for stream in Stream}
@@ -52,6 +52,11 @@ class Accounts:
         """Groups that no one can process, oldest first."""
         entries = await self._range(self._keys.dead_letters, count)
         return [_dead_letter(letter_id, fields) for letter_id, fields in entries]
+
+    async def last_death(self) -> Death | None:
+        """The newest dead letter; None where there is none."""
+        said = [text.decode("utf-8", "replace") for text in await self._scripts.call("last_letter")]
+        return Death(stream=_BY_NAME.get(said[0], Stream.PROMPTS), reason=said[1]) if said else None
 
     async def uncommitted(self) -> dict[str, bytes]:
         """Group id -> prompt payload of all that is trained but in no checkpoint, by group id."""

@@ -186,7 +186,8 @@ class Recovery:
         await context.fleet.hold_trainer(context.worker_id, context.config.queues.lease_s)
         started = time.monotonic()
         try:
-            path = await asyncio.to_thread(self._checkpoints.save, state.step, learner=learner, state=content)
+            with context.busy_with("writing a checkpoint"):
+                path = await asyncio.to_thread(self._checkpoints.save, state.step, learner=learner, state=content)
         except CheckpointError as error:
             if is_last or context.config.checkpoint.on_failure == "stop":
                 raise
