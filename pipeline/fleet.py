@@ -155,7 +155,7 @@ class Fleet:
 
     async def resume(self) -> None:
         """End a pause."""
-        await self._transact(("HDEL", self._keys.control, "paused"))
+        await self._accepted(lambda: self._redis.hdel(self._keys.control, "paused"))
 
     async def stop(self, reason: str) -> None:
         """The run is over: every worker that is there now drains and exits."""

@@ -18,6 +18,14 @@ from pipeline.streams import Ledger
 _SHOWN = 3
 
 
+def num_steps_of_a_part(config: Config) -> int | None:
+    """Steps done by a run that was ended before there was anything to compare; None where it is whole."""
+    rows = read_metrics(config.run_dir)
+    num_steps = sum("reward_mean" in row for row in rows)
+    is_whole = num_steps >= config.trainer.max_steps and any("eval_reward" in row for row in rows)
+    return None if is_whole else num_steps
+
+
 def summarise(
     config: Config, statuses: Mapping[str, tuple[str, Mapping[str, Any]]], ledger: Ledger | None, *, rl_wall_s: float
 ) -> dict[str, Any]:
