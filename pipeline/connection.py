@@ -34,6 +34,8 @@ from redis.exceptions import (
     RedisError,
     ResponseError,
 )
+from redis.exceptions import ConnectionError as Unreachable
+from redis.exceptions import TimeoutError as TooLate
 
 from pipeline.config import RedisSettings
 from pipeline.errors import ConfigError, RunConflictError
@@ -42,8 +44,7 @@ from pipeline.keys import CONSUMER_GROUP, Keys
 EMBEDDED = "embedded"
 _Result = TypeVar("_Result")
 
-# A connection that cannot be made is tried again for about a minute; a call that was under way
-# when the server went is repeated at least that long. Longer outages are the caller's to report.
+# redis-py tries again for about a minute; longer outages are waited for in `until_accepted`.
 _RETRIES = 64
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.02, 1.0
 _CONNECT_TIMEOUT_S = 5.0
@@ -154,6 +155,11 @@ def passes(error: Exception) -> bool:
     return isinstance(error, temporary) or _said(error).startswith(names)
 
 
+def is_away(error: Exception) -> bool:
+    """Whether the server cannot be reached; it may come back."""
+    return isinstance(error, (Unreachable, TooLate)) and refusal(error) is None
+
+
 def _said(error: Exception) -> str:
     """What the server said, without what redis-py puts before it in a pipeline."""
     return str(error).rpartition("of pipeline caused error: ")[2].lstrip("('\"")
@@ -162,21 +168,22 @@ def _said(error: Exception) -> str:
 async def until_accepted(
     redis: Redis, keys: Keys, call: Callable[[], Awaitable[_Result]], *, waits: bool = True
 ) -> _Result:
-    """What `call` returns; while the server takes no writes a worker's client repeats it.
+    """What `call` returns; while the server is away or takes no writes a worker's client repeats it.
 
-    waits: False raises that refusal, too. Raises RunConflictError, naming the key, where a key of
+    waits: False raises its refusal, too. Raises RunConflictError, naming the key, where a key of
     the run holds something of another type.
     """
     said_at = -math.inf
     while True:
         try:
             return await call()
-        except (ResponseError, BusyLoadingError) as error:
+        except (ResponseError, Unreachable, TooLate) as error:
             if _said(error).startswith("WRONGTYPE"):
                 await _refuse_foreign_keys(redis, keys)
-            if not (waits and isinstance(redis, _Patient) and passes(error)):
+            if not (waits and isinstance(redis, _Patient) and (passes(error) or is_away(error))):
                 raise
-            if time.monotonic() - said_at >= _SAY_EVERY_S:
+            # That it is away is said by whoever beats.
+            if passes(error) and time.monotonic() - said_at >= _SAY_EVERY_S:
                 said_at = time.monotonic()
                 _log.warning("redis_takes_no_writes", error=str(error))
         await asyncio.sleep(_REFUSED_WAIT_S)

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import ConnectionError as Unreachable
+from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import TimeoutError as TooLate
 
 from pipeline.accounts import Accounts
 from pipeline.config import QueueSettings
-from pipeline.connection import MAX_BLOCK_S, connect, passes
+from pipeline.connection import MAX_BLOCK_S, connect, is_away, passes
 from pipeline.keys import CONSUMER_GROUP, Keys, Stream
 from pipeline.leases import DeadLetter, Entry, Lease, LeaseKeeper, Moved, Queued, lease_of
 from pipeline.ledger import Depth, DropReason, Ledger
@@ -179,7 +181,7 @@ class Streams(Accounts):
                 ),
                 waits=False,
             )
-        except ResponseError as error:
+        except (ResponseError, Unreachable, TooLate) as error:
             await self._reopen_after(error)
             return []
         entries = cast(Any, reply)[0][1] if reply else []
@@ -197,10 +199,10 @@ class Streams(Accounts):
         self._cursors[stream], taken = reply
         return [lease_of(stream, entry_id, fields, attempt) for entry_id, attempt, fields in taken]
 
-    async def _reopen_after(self, error: ResponseError) -> None:
+    async def _reopen_after(self, error: RedisError) -> None:
         """A server that came back without its data has no consumer groups: makes them again."""
-        if passes(error):
-            return  # the reclaim behind this read waits until the server takes writes again
+        if passes(error) or is_away(error):
+            return  # the reclaim behind this read waits until the server is there and takes writes again
         if not any(word in str(error) for word in ("NOGROUP", "UNBLOCKED")):
             raise error
         self.num_reopened += 1

@@ -168,7 +168,7 @@ def test_without_its_server_a_command_says_the_whole_one_that_helps(
     Path("a b.toml").write_text("")
     answer = ask(*words, "-c", "a b.toml", "--run", run_name, "--set", "redis.url=embedded")
     assert answer.code == 2
-    options = f"-c 'a b.toml' --set run.name={run_name}"
+    options = f"-c 'a b.toml' --run {run_name}"
     assert f"`rollstream up {options}`" in answer.err
     assert f"`rollstream streams {options}` shows what it has kept" in answer.err
 

@@ -43,9 +43,13 @@ class Sources:
     @property
     def words(self) -> str:
         """The options that lead to the same settings, as one types them; never a secret."""
-        overrides = [text for text in self.overrides if not text.startswith("redis.url")]
-        options = [word for file in self.files for word in ("-c", file)]
-        return "".join(f" {shlex.quote(word)}" for word in [*options, *(w for o in overrides for w in ("--set", o))])
+        words = [word for file in self.files for word in ("-c", file)]
+        for name, _, value in (text.partition("=") for text in self.overrides):
+            if name.strip() == "run.name":
+                words += ("--run", value.strip())
+            elif name.strip() != "redis.url":
+                words += ("--set", f"{name}={value}")
+        return "".join(f" {shlex.quote(word)}" for word in words)
 
     @staticmethod
     def _default_files() -> tuple[Path, ...]:

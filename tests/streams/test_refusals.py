@@ -11,7 +11,6 @@ from redis.asyncio import Redis
 
 from pipeline.config import QueueSettings, RedisSettings
 from pipeline.connection import connect
-from pipeline.embedded import EmbeddedServer
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys, Stream
 from pipeline.messages import Endpoints
@@ -51,8 +50,9 @@ WHAT_WORKERS_DO: dict[str, Callable[[Fleet, Streams], Awaitable[object]]] = {
 }
 
 
-async def test_whatever_a_worker_writes_waits_until_the_server_takes_it(keys: Keys) -> None:
-    with EmbeddedServer.start() as server:
+@pytest.mark.parametrize("how", ["read-only", "disk full"])
+async def test_whatever_a_worker_writes_waits_until_the_server_takes_it(how: str, keys: Keys, short_path: Path) -> None:
+    with server_without_a_place_for_snapshots(short_path) as server:
         async with connect(RedisSettings(), server.url) as redis, connect(RedisSettings(), server.url) as other:
             workers = [Streams(redis, keys, QueueSettings(), consumer=name) for name in WHAT_WORKERS_DO]
             await workers[0].open()
@@ -63,7 +63,7 @@ async def test_whatever_a_worker_writes_waits_until_the_server_takes_it(keys: Ke
             )
             scored = await workers[0].claim(Stream.SCORED, 1, block_s=1.0)
             await workers[0].finish_training(scored, {lease.group_id: b"p"})
-            await break_(other, "read-only")
+            await break_(other, how)
             fleet = Fleet(redis, keys)
             calls = {
                 name: asyncio.ensure_future(do(fleet, streams))
@@ -71,7 +71,7 @@ async def test_whatever_a_worker_writes_waits_until_the_server_takes_it(keys: Ke
             }
             done, _ = await asyncio.wait(calls.values(), timeout=0.3)
             assert not done
-            await mend(other, "read-only")
+            await mend(other, how)
             async with asyncio.timeout(20):
                 await asyncio.gather(*calls.values())
             assert calls["commit"].result() == 1
