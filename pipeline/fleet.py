@@ -132,11 +132,12 @@ class Fleet:
         now_us = int(seconds) * 1_000_000 + int(microseconds)
         found: list[WorkerInfo] = []
         for worker_id, value in records.items():
-            beat, started, record = value.split(b" ", 2)
-            age_s = max(0.0, (now_us - int(beat)) / MICROSECONDS)
-            worker = read_worker(worker_id.decode(), int(started), age_s, record)
-            if not worker.is_alive and age_s > _FORGET_AFTER_S:
-                await self._forget(worker.worker_id, beat.decode())
+            read = read_worker(worker_id.decode("utf-8", "replace"), value, now_us)
+            if read is None:
+                continue
+            worker, beat = read
+            if not worker.is_alive and worker.age_s > _FORGET_AFTER_S:
+                await self._forget(worker.worker_id, beat)
                 continue
             found.append(worker)
         return sorted(found, key=lambda worker: (worker.role, worker.worker_id))

@@ -272,7 +272,7 @@ async def test_status_names_a_run_that_does_not_move_because_its_groups_die(
 
 
 async def test_a_trainer_in_a_long_step_says_so(tmp_path: Path, valkey_url: str, run_name: str) -> None:
-    settings = ("trainer.scripted_step_s=1.5", "trainer.max_steps=1")
+    settings = ("trainer.scripted_step_s=3.0", "trainer.max_steps=1")
     async with running(tmp_path, valkey_url, run_name, *SCRIPTED, *settings) as run:
         trainer = run.start_all()
 
