@@ -26,9 +26,15 @@ def _worker(role: str, summary: str) -> click.Command:
 
         # Before the worker listens to signals, and after it has ceased to, a signal finds nothing to drain.
         signal.signal(signal.SIGTERM, _leave)
-        config = with_server(sources.load())
+        config = with_server(sources.load(), sources.words)
         main: Callable[..., int] = import_module(f"workers.{role}").main
-        return main(config)
+        try:
+            return main(config)
+        finally:
+            # It has handed everything back. A signal now, which Python no longer handles, would only
+            # replace the exit code that says how it ended.
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
 
     return command
 

@@ -20,7 +20,7 @@ from pipeline.cli.console import Console
 from pipeline.config import Config
 from pipeline.demo.prepare import prepare
 from pipeline.demo.settings import demo_config
-from pipeline.demo.summary import samples_before_and_after, summarise
+from pipeline.demo.summary import num_steps_of_a_part, samples_before_and_after, summarise
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys
 from pipeline.local_run import Crew, LocalRun
@@ -70,6 +70,9 @@ def run_demo(
     if code != 0:
         click.echo(f"error: the run ended with exit code {code}; what its workers said is above", err=True)
         return code
+    if (num_steps := num_steps_of_a_part(config)) is not None:
+        click.echo(f"stopped after {num_steps} of {config.trainer.max_steps} steps; records are in {config.run_dir}")
+        return 0
     summary = summarise(config, observed.statuses, observed.ledger, rl_wall_s=rl_wall_s)
     summary["wall_s"] = round(time.monotonic() - started, 1)
     _show(config, summary)
