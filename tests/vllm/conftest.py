@@ -71,7 +71,7 @@ def trainer_model(path: Path, rank: int = 0) -> torch.nn.Module:
     return load(ModelSettings(path=str(path)), LoraSettings(rank=rank))
 
 
-def stepped(model: torch.nn.Module, seed: int, amount: float = 0.05) -> torch.nn.Module:
+def stepped(model: torch.nn.Module, *, seed: int, amount: float) -> torch.nn.Module:
     """The model after a step in a random direction of whatever is trained, in place."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

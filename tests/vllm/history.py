@@ -12,9 +12,10 @@ from tests.vllm.conftest import stepped
 
 
 class History:
-    """Versions from 0 on, each a step further in a random direction."""
+    """Versions from 0 on, each a step of size `amount` further in a random direction."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, *, amount: float = 0.05) -> None:
+        self._amount = amount
         self._models = [copy.deepcopy(model)]
         self._num_given = 0
 
@@ -26,7 +27,7 @@ class History:
     def next(self) -> WeightState:
         """The next version, as a trainer would publish it."""
         if self._num_given == len(self._models):
-            self._models.append(stepped(copy.deepcopy(self._models[-1]), seed=self._num_given))
+            self._models.append(stepped(copy.deepcopy(self._models[-1]), seed=self._num_given, amount=self._amount))
         self._num_given += 1
         return self.state(self.newest)
 
