@@ -246,18 +246,22 @@ class VllmEngine:
 
     async def _replace_all(self, state: WeightState) -> float:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         shared = await asyncio.to_thread(self._shared.write, state)
         started = time.perf_counter()
-        await self._llm.pause_generation(mode="keep", clear_cache=self._config.generation.kv_on_update == "recompute")
+        is_recomputed = self._config.generation.kv_on_update == "recompute"
         try:
+            await self._llm.pause_generation(mode="keep", clear_cache=is_recomputed)
             await self._llm.start_weight_update()
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"shared": shared}))
             await self._llm.finish_weight_update(weight_version=str(state.weight_version))
+            await self._llm.resume_generation()
+        except EngineDeadError as error:
+            raise EngineLostError(f"vLLM has ended: {error}") from error
         except Exception as error:
             await self._quarantine(state.weight_version, error)
             raise WeightError(f"vLLM could not apply weights {state.weight_version}: {error}") from error
-        await self._llm.resume_generation()
         self._version = state.weight_version
         return time.perf_counter() - started
 
