@@ -24,7 +24,7 @@ from pipeline.config import Config
 from pipeline.engines.architecture import end_token_ids
 from pipeline.engines.shared_weights import SharedWeights
 from pipeline.engines.vllm_adapters import Adapter, AdapterShelf
-from pipeline.engines.vllm_options import engine_arguments, installed_version, prepare_environment
+from pipeline.engines.vllm_options import engine_arguments, installed_version, prepare_environment, require_installed
 from pipeline.engines.vllm_outputs import Draft, Segment, TokenCounter
 from pipeline.errors import ConfigError, EngineError, EngineLostError, ModelError, WeightError
 from pipeline.logs import get_logger
@@ -56,11 +56,7 @@ class VllmEngine:
     """A `GenerationEngine` around vLLM's AsyncLLM."""
 
     def __init__(self, config: Config) -> None:
-        if installed_version() is None:
-            raise ConfigError(
-                'generation.engine = "vllm", but vLLM is not installed: run `make setup-vllm` for a CPU, or '
-                "`pip install 'rollstream[vllm]'` on a machine with a GPU"
-            )
+        require_installed()
         self._config = config
         self._llm: Any = None
         self._skeleton: torch.nn.Module | None = None
