@@ -245,10 +245,12 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         shared = await asyncio.to_thread(self._shared.write, state)
-        started = time.perf_counter()
         is_recomputed = self._config.generation.kv_on_update == "recompute"
         try:
-            await self._llm.pause_generation(mode="keep", clear_cache=is_recomputed)
+            # As `pause_generation` does, without its moment of waiting for outputs to be read. It
+            # returns when the step under way is done: from here on generation stands still.
+            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=is_recomputed)
+            started = time.perf_counter()
             await self._llm.start_weight_update()
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"shared": shared}))
             await self._llm.finish_weight_update(weight_version=str(state.weight_version))
