@@ -36,15 +36,14 @@ class EvaluationReport:
     rewards: dict[str, float]
     samples: tuple[ScoredGroup, ...] = ()
 
-    def as_metrics(self) -> dict[str, float]:
-        """Flat, for records and trackers."""
-        parts = {f"eval_{name}": value for name, value in self.rewards.items()}
+    def as_metrics(self) -> dict[str, float | dict[str, float]]:
+        """For records and trackers. Names that users chose stand below a name of ours, never beside one."""
         return {
             "eval_reward": self.reward_mean,
             "eval_weight_version": float(self.weight_version_max),
             "eval_weight_version_min": float(self.weight_version_min),
             "eval_num_scored": float(self.num_scored),
-            **parts,
+            "eval_rewards": dict(self.rewards),
         }
 
 

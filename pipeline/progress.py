@@ -6,6 +6,7 @@ series and the status that `rollstream status` shows. It never influences traini
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -152,7 +153,7 @@ class Progress:
             weight_version=report.weight_version_max,
             reward=_rounded(report.reward_mean),
             prompts=report.num_groups,
-            **{name: _rounded(value) for name, value in report.rewards.items()},
+            rewards={name: _rounded(value) for name, value in report.rewards.items()},
         )
 
     def prompts_skipped(self, number: int, max_prompt_tokens: int) -> None:
@@ -178,4 +179,4 @@ class Progress:
 
 
 def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
+    return None if value is None or not math.isfinite(value) else round(value, 4)

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, SupportsFloat, cast
+from typing import Any, SupportsFloat, TypeAlias, cast
 
 import structlog
 
@@ -22,6 +22,8 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 _BLOCK_BYTES = 1 << 16
 _log = structlog.get_logger()
+
+Values: TypeAlias = Mapping[str, SupportsFloat | str | Mapping[str, SupportsFloat] | None]
 
 
 class Recorder:
@@ -38,7 +40,7 @@ class Recorder:
         self._is_failure_logged = False
         self.num_lost = 0
 
-    def metrics(self, step: int, values: Mapping[str, SupportsFloat | str | None]) -> None:
+    def metrics(self, step: int, values: Values) -> None:
         """One record of a step. Several records of one step are read as one."""
         self._append(METRICS_FILE, [self._head(step) | {name: _plain(value) for name, value in values.items()}])
 
@@ -93,7 +95,7 @@ def _ends_with_newline(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def _plain(value: SupportsFloat | Json) -> Json:
+def _plain(value: SupportsFloat | Json | Mapping[str, SupportsFloat]) -> Json:
     """A JSON value; what JSON cannot say (NaN, infinity) becomes null."""
     if value is None or isinstance(value, bool | int | str):
         return value

@@ -206,12 +206,12 @@ class Run:
         return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
 
     @property
-    def metrics(self) -> list[dict[str, float]]:
+    def metrics(self) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl."""
         return self._records("metrics.jsonl")
 
     @property
-    def steps(self) -> list[dict[str, float]]:
+    def steps(self) -> list[dict[str, Any]]:
         """Those of optimiser steps."""
         return [row for row in self.metrics if "groups" in row]
 
