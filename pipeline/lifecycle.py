@@ -62,15 +62,22 @@ def _exit_code(live: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         return 130
     except UsageError as error:
-        sys.stderr.write(f"error: {masked(' '.join(str(error).split()))}\n")
+        _say_why(str(error))
         return error.exit_code
     except RollstreamError as error:
         get_logger().error("worker_failed", error=str(error))
+        _say_why(str(error))
         return error.exit_code
-    except Exception:  # noqa: BLE001 - the last word of a process is its exit code
+    except Exception as error:  # noqa: BLE001 - the last word of a process is its exit code
         get_logger().exception("worker_crashed")
+        _say_why(f"{type(error).__name__}: {error}")
         return 1
     return 0
+
+
+def _say_why(error: str) -> None:
+    """The last line of a worker that failed, the same in every log format; `up` tells crashes apart by it."""
+    sys.stderr.write(f"error: {masked(' '.join(error.split()))}\n")
 
 
 class _Life:

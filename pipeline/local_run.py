@@ -23,11 +23,13 @@ from pipeline.config_files import show
 from pipeline.cores import available_cores, gpu_environ, thread_environ, visible_gpus
 from pipeline.embedded import EmbeddedServer
 from pipeline.errors import ConfigError, ServiceUnavailableError
+from pipeline.recorder import METRICS_FILE
 from pipeline.server_address import announce_server, with_url, withdraw_server
 from pipeline.supervisor import RestartPolicy, Supervisor, WorkerExit, WorkerSpec
 
 _KILL_GRACE_S = 15.0
 _LOOK_EVERY_S = 1.0
+TRAINER = "trainer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +104,15 @@ class LocalRun:
             on_exit=on_exit,
             on_drain=on_drain,
             restart=restart,
+            progress=self._progress,
         )
+
+    def _progress(self, name: str) -> object:
+        """How far the run is. A trainer goes on from a checkpoint, the others where the steps are."""
+        if name == TRAINER:
+            return {marker.stat().st_mtime_ns for marker in self.config.run_dir.glob("checkpoints/step_*/COMPLETE")}
+        records = self.config.run_dir / METRICS_FILE
+        return records.stat().st_mtime_ns if records.exists() else None
 
     async def run(self, supervisor: Supervisor, say: Callable[[str], None]) -> int:
         """Run until the supervisor ends, or the private server does. Returns the exit code."""
@@ -153,7 +163,7 @@ def worker_specs(
             argv=(*command, role, "-c", str(config_file)),
             environ={**shared, **extra},
             unset=tuple(name for name in environ if name.startswith("ROLLSTREAM_") and "__" in name),
-            ends_run=role == "trainer",
+            ends_run=role == TRAINER,
         )
 
     def heavy(num_threads: int, index: int) -> dict[str, str]:
@@ -165,7 +175,7 @@ def worker_specs(
     return [
         *(spec("generator", f"generator-{i + 1}", heavy(config.generation.num_threads, i)) for i in generators),
         *(spec("scorer", f"scorer-{i + 1}", one_thread) for i in range(crew.num_scorers)),
-        spec("trainer", "trainer", heavy(config.trainer.num_threads, crew.num_generators)),
+        spec(TRAINER, TRAINER, heavy(config.trainer.num_threads, crew.num_generators)),
         *(spec("exporter", "exporter", one_thread) for _ in range(crew.has_exporter)),
     ]
 

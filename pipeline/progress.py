@@ -17,7 +17,7 @@ from pipeline.config import Config
 from pipeline.evaluation import EvaluationReport
 from pipeline.lifecycle import WorkerContext
 from pipeline.messages import ScoredGroup
-from pipeline.recorder import Recorder
+from pipeline.recorder import LOST_FILE, Recorder
 from pipeline.recovery import TrainerState
 from pipeline.staleness import assess
 from pipeline.streams import DropReason, Lease
@@ -41,6 +41,12 @@ class Progress:
         self._last_step_at = self._started
         self._dropped: Counter[DropReason] = Counter()
         self._num_skipped = 0
+
+    def goes_on_from(self, step: int) -> None:
+        """Training begins, or goes on from a checkpoint; later steps are done again."""
+        num_records = self._recorder.rewind(step)
+        if num_records:
+            self._context.log.info("records_set_aside", num_records=num_records, after_step=step, file=LOST_FILE)
 
     def step(
         self,

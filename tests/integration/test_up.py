@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -164,3 +165,21 @@ def test_an_up_whose_private_server_died_says_so_and_ends(up: Callable[..., Up])
     assert one.process.wait(DEADLINE_S) == 3, one.log.read_text()
     assert "the private server of this run has ended; what it had written is kept" in one.log.read_text()
     until(lambda: not any(map(runs, family)), "all processes to end")
+
+
+def test_a_trainer_that_always_crashes_ends_the_run_with_its_error_and_leaves_one_row_for_each_step(
+    up: Callable[..., Up], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "a" / "runs" / "default"
+    run_dir.mkdir(parents=True)
+    (run_dir / "checkpoints").write_text("a file, where a folder is to be made")
+    one = up("a", "--no-exporter", "--set", "trainer.max_steps=3", "--set", "data.eval_path='held-out.jsonl'")
+    (one.directory / "held-out.jsonl").write_text('{"prompt": "first"}\n')
+    assert one.process.wait(DEADLINE_S) == 1, one.log.read_text()
+    last = one.log.read_text().splitlines()[-1]
+    assert last.startswith("error: trainer crashed 3 times: the checkpoint of step 3 cannot be written"), last
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "groups" in row] == [1, 2, 3]
+    assert len([row for row in rows if "eval_reward" in row]) == 2, "before the first step and after the last"
+    lost = [json.loads(line) for line in (run_dir / "metrics_lost.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in lost if "groups" in row] == [1, 2, 3, 1, 2, 3]
