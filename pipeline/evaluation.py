@@ -23,7 +23,8 @@ _NUM_SAMPLES = 3
 class EvaluationReport:
     """One round.
 
-    weight_version_min, weight_version_max: of the tokens. reward_mean: over scored completions.
+    weight_version_min, weight_version_max: of the tokens. reward_mean: over the num_scored completions
+    that have a reward, of num_completions.
     samples: the first groups of the held-out data.
     """
 
@@ -31,6 +32,7 @@ class EvaluationReport:
     weight_version_min: int
     weight_version_max: int
     num_groups: int
+    num_completions: int
     num_scored: int
     reward_mean: float
     rewards: dict[str, float]
@@ -43,6 +45,7 @@ class EvaluationReport:
             "eval_weight_version": float(self.weight_version_max),
             "eval_weight_version_min": float(self.weight_version_min),
             "eval_num_scored": float(self.num_scored),
+            "eval_num_completions": float(self.num_completions),
             "eval_rewards": dict(self.rewards),
         }
 
@@ -126,6 +129,7 @@ def _report(round_: _Round) -> EvaluationReport:
         weight_version_min=int(min(versions, default=round_.version)),
         weight_version_max=int(max(versions, default=round_.version)),
         num_groups=len(round_.groups),
+        num_completions=len(scores),
         num_scored=len(rewards),
         reward_mean=float(np.mean(rewards)) if rewards else float("nan"),
         rewards={name: float(np.mean(values)) for name, values in parts.items()},

@@ -104,7 +104,7 @@ def _console(*, has_colours: bool) -> Callable[[WrappedLogger, str, EventDict], 
     def render(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
         fields = dict(event)
         time, level, name = fields.pop("timestamp"), fields.pop("level"), fields.pop("event")
-        trace = fields.pop("exception", None)
+        trace = "\n".join(str(fields.pop(name)).rstrip() for name in ("traceback", "exception") if name in fields)
         pairs = " ".join(f"{key}={_value(value)}" for key, value in _flat(fields))
         line = f"{time} {level:<7} {name}"
         if has_colours:

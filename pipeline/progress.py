@@ -65,6 +65,7 @@ class Progress:
         self._recorder.samples(state.step, groups[: self._config.tracking.samples_per_step])
         for tracker in self._trackers:
             tracker.log(state.step, row)
+        dropped_now = dropped - self._dropped
         self._observe(state, groups, row, trainer_version, dropped)
         limit = "generation or scoring" if waited_s > _WAITING_SHARE * row["wall_s"] else "training"
         self._context.set_status(
@@ -80,6 +81,8 @@ class Progress:
             reward=_rounded(row.get("reward_mean")),
             tokens_per_s=round(row["tokens_per_s"]),
             staleness=_rounded(row.get("staleness_mean")),
+            unscored=round(row.get("unscored_completions", 0.0)),
+            dropped={reason.value: count for reason, count in dropped_now.items()},
             weight_version=state.version,
             limited_by=limit,
         )
@@ -152,6 +155,7 @@ class Progress:
         for tracker in self._trackers:
             tracker.log(step, row)
         self._context.metrics.eval_reward_mean.set(report.reward_mean)
+        is_partial = report.num_scored < report.num_completions
         self._context.set_status(eval_reward=report.reward_mean, eval_weight_version=report.weight_version_max)
         self._context.log.info(
             "evaluation",
@@ -159,6 +163,7 @@ class Progress:
             weight_version=report.weight_version_max,
             reward=_rounded(report.reward_mean),
             prompts=report.num_groups,
+            **({"scored": f"{report.num_scored}/{report.num_completions}"} if is_partial else {}),
             rewards={name: _rounded(value) for name, value in report.rewards.items()},
         )
 

@@ -169,6 +169,7 @@ def _sample(group: ScoredGroup) -> dict[str, Json]:
 
 
 def _completion(completion: Completion, score: Score) -> Json:
+    problems: dict[str, Json] = {part.name: part.problem for part in score.parts if part.problem}
     return {
         "text": completion.text,
         "reward": score.reward,
@@ -177,6 +178,7 @@ def _completion(completion: Completion, score: Score) -> Json:
         "num_tokens": len(completion),
         "finish_reason": completion.finish_reason.value,
         "versions": [[span.weight_version, span.first_token] for span in completion.spans],
+        **({"problems": problems} if problems else {}),
     }
 
 
