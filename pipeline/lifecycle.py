@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from collections.abc import Awaitable, Callable
 
 from prometheus_client import disable_created_metrics
@@ -30,6 +29,7 @@ from pipeline.heartbeat import Heartbeat
 from pipeline.logs import configure, get_logger, masked
 from pipeline.metrics import Metrics
 from pipeline.shutdown import ExitGuard, Shutdown, StoppedNowError
+from pipeline.wait_log import WaitLog
 from pipeline.worker_state import WorkerState
 
 __all__ = ["WorkerContext", "run_worker"]
@@ -37,7 +37,6 @@ __all__ = ["WorkerContext", "run_worker"]
 Body = Callable[[WorkerContext], Awaitable[None]]
 
 _TURN_S = 0.5
-_FIRST_WORD_AFTER_S, _REPEAT_S, _LATER_S, _REPEAT_LATER_S = 2.0, 5.0, 60.0, 30.0
 _CANCEL_S, _LEAVE_S, _EXIT_S, _EXIT_NOW_S = 5.0, 5.0, 15.0, 2.0
 
 
@@ -180,15 +179,13 @@ class _Life:
         self._state.drain()
 
     async def _turn(self) -> None:
-        """Shows that the loop goes round, and repeats what is waited for."""
-        said_at = float("-inf")
+        """Shows that the loop goes round, and says what is waited for."""
+        waits, state = WaitLog(), self._state
         while True:
-            self._state.turned()
-            waited_s = self._state.waited_s
-            repeat_s = _REPEAT_S if waited_s < _LATER_S else _REPEAT_LATER_S
-            if waited_s >= _FIRST_WORD_AFTER_S and time.monotonic() - said_at >= repeat_s:
-                said_at = time.monotonic()
-                self._log.info("waiting", waiting_for=self._state.waiting_for, seconds=round(waited_s))
+            state.turned()
+            if waits.is_due(state.waiting_for, state.waited_s):
+                say = self._log.warning if state.lacks_redis else self._log.info
+                say("waiting", waiting_for=state.waiting_for, seconds=round(state.waited_s))
             await asyncio.sleep(_TURN_S)
 
 
