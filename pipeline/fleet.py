@@ -15,6 +15,7 @@ from dataclasses import asdict
 from importlib import resources
 from typing import TYPE_CHECKING, Any, cast
 
+from pipeline.agreement import differences
 from pipeline.errors import RunConflictError, TrainerReplacedError
 from pipeline.keys import Keys
 from pipeline.messages import Endpoints
@@ -232,8 +233,8 @@ def _text(value: bytes | None) -> str | None:
 
 
 def _conflict(run: str, differing: Sequence[str], own: Mapping[str, str]) -> str:
-    pairs = zip(differing[::2], differing[1::2], strict=True)
-    named = "; ".join(f"{key} = {own[key]} here, {theirs} in the run" for key, theirs in pairs)
+    theirs = dict(zip(differing[::2], differing[1::2], strict=True))
+    named = differences({key: own[key] for key in theirs}, theirs, "in the run")
     return (
         f"run.name = {run!r} was started with other settings: {named}. Make them equal, choose another run.name, or "
         f"remove a run that is over with `rollstream reset --run {run}`"

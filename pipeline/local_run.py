@@ -23,6 +23,7 @@ from pipeline.config_files import show
 from pipeline.cores import available_cores, gpu_environ, thread_environ, visible_gpus
 from pipeline.embedded import EmbeddedServer
 from pipeline.errors import ConfigError, ServiceUnavailableError
+from pipeline.first_contact import make_contact
 from pipeline.recorder import METRICS_FILE
 from pipeline.server_address import announce_server, with_url, withdraw_server
 from pipeline.supervisor import RestartPolicy, Supervisor, WorkerExit, WorkerSpec
@@ -115,7 +116,11 @@ class LocalRun:
         return records.stat().st_mtime_ns if records.exists() else None
 
     async def run(self, supervisor: Supervisor, say: Callable[[str], None]) -> int:
-        """Run until the supervisor ends, or the private server does. Returns the exit code."""
+        """Run until the supervisor ends, or the private server does. Returns the exit code.
+
+        Raises ServiceUnavailableError or RunConflictError before any worker is started.
+        """
+        await make_contact(self.config)
         watch = asyncio.create_task(self._watch_server(supervisor, say))
         try:
             return await supervisor.run()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pipeline.agreement import differences
 from pipeline.checkpoints import Checkpoint, Checkpoints
 from pipeline.config_files import fingerprint
 from pipeline.errors import CheckpointError, RunConflictError
@@ -150,11 +151,9 @@ class Recovery:
         """The run may have been reset in Redis and started anew with other settings."""
         context = self._context
         ours = fingerprint(context.config)
-        saved = checkpoint.state.get("settings", ours)
-        differing = [f"{key} = {ours[key]} here, {saved.get(key)} there" for key in ours if saved.get(key) != ours[key]]
-        if differing:
+        if differing := differences(ours, checkpoint.state.get("settings", ours), "there"):
             raise RunConflictError(
-                f"{checkpoint.path} was written with other settings: {'; '.join(differing)}. Choose another run.name, "
+                f"{checkpoint.path} was written with other settings: {differing}. Choose another run.name, "
                 f'move {context.config.run_dir} away, or set checkpoint.resume = "never"'
             )
 

@@ -70,11 +70,12 @@ def ended_by(name: str, error: str, code: int, given_up_after: int = 0) -> Worke
 
 
 def test_what_a_person_must_mend_is_said_last(capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console(["a", "b"], io.StringIO())
+    console = Console(["a", "b", "c"], io.StringIO())
     console.on_exit(ended_by("a", "no such file", 2))
     console.on_exit(ended_by("b", "", 0))
+    console.on_exit(ended_by("c", "no such file", 2))
     assert console.conclude(2) == 2
-    assert capsys.readouterr().err == "error: no such file (a)\n"
+    assert capsys.readouterr().err == "error: no such file (a, c)\n"
     assert console.conclude(0) == 0
     assert capsys.readouterr().err == ""
 

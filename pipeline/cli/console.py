@@ -28,7 +28,7 @@ class Console:
         self._width = max(map(len, [_SELF, *names]))
         self._colours = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(names)}
         self._is_coloured = self._out.isatty() and not os.environ.get("NO_COLOR")
-        self._to_mend: dict[str, str] = {}
+        self._to_mend: dict[str, list[str]] = {}
 
     def on_line(self, name: str, line: str) -> None:
         label = f"{name:<{self._width}} |"
@@ -52,9 +52,9 @@ class Console:
         """What is to be said once more at the end."""
         if ended.given_up_after:
             why = ended.error or f"it {_how(ended.code)}"
-            self._to_mend[ended.name] = f"{ended.name} crashed {ended.given_up_after} times: {why}"
+            self._to_mend[f"{ended.name} crashed {ended.given_up_after} times: {why}"] = []
         if ended.code == USAGE and ended.error:
-            self._to_mend[ended.name] = f"{ended.error} ({ended.name})"
+            self._to_mend.setdefault(ended.error, []).append(ended.name)
 
     def on_drain(self) -> None:
         self.say("draining; Ctrl-C ends everything at once")
@@ -66,8 +66,8 @@ class Console:
     def conclude(self, code: int) -> int:
         """Say on stderr what a person must mend, once all other output has ended."""
         if code:
-            for complaint in self._to_mend.values():
-                click.echo(f"error: {complaint}", err=True)
+            for complaint, names in self._to_mend.items():
+                click.echo(f"error: {complaint}" + (f" ({', '.join(names)})" if names else ""), err=True)
         return code
 
 
