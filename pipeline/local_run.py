@@ -18,14 +18,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from redis.exceptions import RedisError
+
 from pipeline.config import Config
 from pipeline.config_files import show
 from pipeline.cores import available_cores, gpu_environ, thread_environ, visible_gpus
 from pipeline.embedded import EmbeddedServer
 from pipeline.errors import ConfigError, ServiceUnavailableError
 from pipeline.first_contact import make_contact
+from pipeline.keys import Keys
+from pipeline.ledger import Ledger
 from pipeline.recorder import METRICS_FILE
 from pipeline.server_address import announce_server, with_url, withdraw_server
+from pipeline.streams import Streams, connect
 from pipeline.supervisor import RestartPolicy, Supervisor, WorkerExit, WorkerSpec
 
 _KILL_GRACE_S = 15.0
@@ -127,6 +132,14 @@ class LocalRun:
         finally:
             watch.cancel()
             await asyncio.wait([watch])
+
+    async def ledger(self) -> Ledger | None:
+        """Where all groups of the run are; None where its server does not say."""
+        async with connect(self.config.redis, retries=0) as redis:
+            try:
+                return await Streams(redis, Keys(self.config.run.name), self.config.queues, consumer="up").ledger()
+            except (RedisError, OSError):
+                return None
 
     async def _watch_server(self, supervisor: Supervisor, say: Callable[[str], None]) -> None:
         """Nothing goes on without the server, and only this process could have started another."""

@@ -81,7 +81,7 @@ class Supervisor:
     """Runs workers.
 
     `on_line(name, line)` sees every line, `on_exit(WorkerExit)` every end; `on_drain()` is called
-    once, when the workers are asked to end. `progress(name)` gives a value that changes when the run
+    once, when a signal asks for the end. `progress(name)` gives a value that changes when the run
     gets ahead in a way that a restart of this worker keeps.
     """
 
@@ -136,7 +136,11 @@ class Supervisor:
             return
         self._code = code
         self._stopping.set()
-        self._on_drain()
+
+    def _on_signal(self) -> None:
+        if not self._stopping.is_set():
+            self._on_drain()
+        self.stop()
 
     async def _keep(self, spec: WorkerSpec) -> None:
         failures, crashes = 0, Crashes(lambda: self._progress(spec.name))
@@ -232,7 +236,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         ours = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         for number in ours:
-            loop.add_signal_handler(number, self.stop)
+            loop.add_signal_handler(number, self._on_signal)
         try:
             yield
         finally:

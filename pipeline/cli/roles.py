@@ -56,16 +56,22 @@ def up(sources: Sources, num_generators: int, num_scorers: int, has_exporter: bo
     Ctrl-C ends everything at once.
     """
     import asyncio
+    import time
 
     from pipeline.cli.console import Console
     from pipeline.local_run import Crew, LocalRun
+    from pipeline.run_summary import summary_lines
 
+    started = time.monotonic()
     crew = Crew(num_generators=num_generators, num_scorers=num_scorers, has_exporter=has_exporter)
     with LocalRun(sources.load(), crew) as run:
         console = Console(run.names)
         console.say(f"run {run.config.run.name!r} in {run.config.run_dir}")
         supervisor = run.supervisor(console.on_line, console.on_exit, console.on_drain)
         code = asyncio.run(run.run(supervisor, console.say))
+        if code == 0:
+            for line in summary_lines(run.config, asyncio.run(run.ledger()), seconds=time.monotonic() - started):
+                console.say(line)
         return console.conclude(code)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -118,6 +119,7 @@ async def test_two_ups_do_not_fight_and_a_signal_leaves_no_process_and_no_lease(
     assert len([process for process in family if "pipeline.cli" in " ".join(process.cmdline())]) == 5
     first.process.send_signal(signal.SIGTERM)
     assert first.process.wait(DEADLINE_S) == 0, first.log.read_text()
+    assert "draining; Ctrl-C ends everything at once" in first.log.read_text()
     until(lambda: not any(map(runs, family)), "all processes to end")
     ledger, depths = await accounts(first.run_dir)
     assert ledger.balances
@@ -183,3 +185,16 @@ def test_a_trainer_that_always_crashes_ends_the_run_with_its_error_and_leaves_on
     assert len([row for row in rows if "eval_reward" in row]) == 2, "before the first step and after the last"
     lost = [json.loads(line) for line in (run_dir / "metrics_lost.jsonl").read_text().splitlines()]
     assert [row["step"] for row in lost if "groups" in row] == [1, 2, 3, 1, 2, 3]
+
+
+def test_an_up_that_is_done_sums_up_and_does_not_look_like_one_that_was_ended(up: Callable[..., Up]) -> None:
+    one = up("a", "--no-exporter", "--set", "trainer.max_steps=3", "--set", "data.eval_path='held-out.jsonl'")
+    (one.directory / "held-out.jsonl").write_text('{"prompt": "first"}\n')
+    assert one.process.wait(DEADLINE_S) == 0, one.log.read_text()
+    said = [line.partition("| ")[2] for line in one.log.read_text().splitlines() if line.startswith("rollstream")]
+    assert not any("draining" in line for line in said)
+    first, ledger, checkpoint, records = said[-4:]
+    assert re.fullmatch(r"reward .* -> .*, held-out reward .* -> .*, 3 steps, \d+ s", first)
+    assert ledger == "ledger: 12 groups fed = 12 trained + 0 dropped + 0 dead + 0 live"
+    assert checkpoint == "checkpoint: runs/default/checkpoints/step_000003"
+    assert records == "records: runs/default"
