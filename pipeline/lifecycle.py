@@ -28,7 +28,7 @@ from pipeline.health import HealthServer
 from pipeline.heartbeat import Heartbeat
 from pipeline.logs import configure, get_logger, masked
 from pipeline.metrics import Metrics
-from pipeline.shutdown import ExitGuard, Shutdown, StoppedNowError
+from pipeline.shutdown import ExitGuard, Shutdown, StoppedNowError, signals_as_before
 from pipeline.wait_log import WaitLog
 from pipeline.worker_state import WorkerState
 
@@ -50,8 +50,9 @@ def run_worker(role: str, config: Config, body: Body, *, joins: bool = True) -> 
     configure(config.worker, role, worker_id)
     disable_created_metrics()  # type: ignore[no-untyped-call]
     guard = ExitGuard()
-    code = _exit_code(lambda: asyncio.run(_Life(role, worker_id, config, body, guard, joins=joins).live()))
-    guard.finish(code)
+    with signals_as_before():
+        code = _exit_code(lambda: asyncio.run(_Life(role, worker_id, config, body, guard, joins=joins).live()))
+        guard.finish(code)
     return code
 
 

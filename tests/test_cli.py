@@ -277,6 +277,21 @@ def test_a_worker_that_is_told_to_end_before_it_listens_exits_with_0(tmp_path: P
         assert worker.wait(timeout=60) == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_a_worker_that_is_exiting_changes_nothing(number: int, valkey_url: str, run_name: str) -> None:
+    code = """
+import atexit, os, sys
+atexit.register(lambda: os.kill(os.getpid(), int(sys.argv.pop())))
+from pipeline.cli import main
+main(sys.argv[1:-1])
+"""
+    words = ["scorer", "--run", run_name, "--set", f"redis.url='{valkey_url}'", "--set", "scoring.rewards=[]"]
+    call = [sys.executable, "-c", code, *words, str(number)]
+    worker = subprocess.run(call, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert worker.returncode == 2
+    assert worker.stderr.splitlines()[-1].startswith("error: scoring.rewards is empty")
+
+
 def test_up_without_a_server_ends_before_it_starts_anything(ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDIS_URL", "redis://user:sesame@127.0.0.1:1/0")
     answer = ask("up")

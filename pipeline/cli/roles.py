@@ -22,12 +22,15 @@ def _worker(role: str, summary: str) -> click.Command:
     @takes_config
     def command(sources: Sources) -> int:
         from pipeline.server_address import with_server
+        from pipeline.shutdown import ignore_signals
 
-        # Before the worker listens to signals, and after it has ceased to, a signal finds nothing to drain.
+        # Before the worker listens to signals, a signal finds nothing to drain.
         signal.signal(signal.SIGTERM, _leave)
         config = with_server(sources.load())
         main: Callable[..., int] = import_module(f"workers.{role}").main
-        return main(config)
+        code = main(config)
+        ignore_signals()
+        return code
 
     return command
 
