@@ -174,7 +174,7 @@ class Fleet:
         await self._hset(self._keys.meta, {"endpoints": json.dumps(asdict(endpoints))})
 
     async def endpoints(self) -> Endpoints | None:
-        """Where weights are published; None before a trainer said so."""
+        """Where weights are published; None where no trainer says so."""
         stored = await self._hget(self._keys.meta, "endpoints")
         return None if stored is None else Endpoints(**json.loads(stored))
 
@@ -209,7 +209,7 @@ class Fleet:
             )
 
     async def release_trainer(self, worker_id: str) -> bool:
-        """Give it up; False when another holds it, whose lock stays as it is."""
+        """Give it up, and with it the addresses of its publisher; False when another holds it, which stays as it is."""
         return bool(await self._call("unlock", [self._keys.trainer_lock, self._keys.meta], [worker_id]))
 
     async def _lock(self, worker_id: str, ttl_s: float, how: str) -> bool:

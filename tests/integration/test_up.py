@@ -198,3 +198,13 @@ def test_an_up_that_is_done_sums_up_and_does_not_look_like_one_that_was_ended(up
     assert ledger == "ledger: 12 groups fed = 12 trained + 0 dropped + 0 dead + 0 live"
     assert checkpoint == "checkpoint: runs/default/checkpoints/step_000003"
     assert records == "records: runs/default"
+
+
+def test_an_up_that_goes_on_finds_its_new_trainer_at_once(up: Callable[..., Up]) -> None:
+    for num_steps in (2, 4):
+        one = up("a", "--no-exporter", "--set", f"trainer.max_steps={num_steps}", "--set", "weights.poll_s=30.0")
+        assert one.process.wait(DEADLINE_S) == 0, one.log.read_text()
+    said = one.log.read_text()
+    assert " resumed step=2 " in said
+    assert "weight_publisher_silent" not in said
+    assert [row["step"] for row in read_metrics(one.run_dir)] == [1, 2, 3, 4]
