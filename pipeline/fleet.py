@@ -212,6 +212,14 @@ class Fleet:
         """Give it up, and with it the addresses of its publisher; False when another holds it, which stays as it is."""
         return bool(await self._call("unlock", [self._keys.trainer_lock, self._keys.meta], [worker_id]))
 
+    async def trainer_holder(self) -> tuple[str, float] | None:
+        """Who has the right to train, and for how many seconds more unless it is prolonged; None where nobody has."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.get(self._keys.trainer_lock)
+            pipe.pttl(self._keys.trainer_lock)
+            holder, left_ms = await pipe.execute()
+        return None if holder is None else (holder.decode(), max(0, left_ms) / 1000)
+
     async def _lock(self, worker_id: str, ttl_s: float, how: str) -> bool:
         keys = [self._keys.trainer_lock, self._keys.control, self._keys.meta]
         return bool(await self._call("lock", keys, [worker_id, int(ttl_s * 1000), how]))

@@ -66,7 +66,9 @@ class Recovery:
         Raises RunConflictError for a foreign run.
         """
         context = self._context
+        said_of = ""
         while not await context.fleet.acquire_trainer(context.worker_id, context.config.queues.lease_s):
+            said_of = await self._say_who_trains(said_of)
             context.waiting_for("another trainer of this run to end")
             await context.wait_for_any(timeout_s=_LOCK_WAIT_S)
             if context.draining.is_set():
@@ -75,6 +77,15 @@ class Recovery:
         context.keep_trainer_lock()
         await self._check_identity()
         return True
+
+    async def _say_who_trains(self, said_of: str) -> str:
+        """Once for each: where it was killed, its right lapses within queues.lease_s. Returns who it is."""
+        holder, left_s = await self._context.fleet.trainer_holder() or (said_of, 0.0)
+        if holder != said_of:
+            self._context.log.warning(
+                "another_trainer", holder=holder, free_within_s=round(left_s, 1), unless="it is alive and goes on"
+            )
+        return holder
 
     async def _check_identity(self) -> None:
         """What was fed in Redis must have been fed by the run of this directory."""

@@ -131,7 +131,10 @@ async def test_only_one_trainer_holds_the_lock(fleet: Fleet) -> None:
     assert not await fleet.renew_trainer("b", 10)
     assert not await fleet.release_trainer("b")
     assert (await fleet.facts()).trainer == "a"
+    holder, left_s = await fleet.trainer_holder() or ("nobody", 0.0)
+    assert (holder, 0 < left_s <= 10) == ("a", True)
     assert await fleet.release_trainer("a")
+    assert await fleet.trainer_holder() is None
     assert not await fleet.renew_trainer("a", 10)
     assert await fleet.acquire_trainer("b", 10)
 
