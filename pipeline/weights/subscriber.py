@@ -116,7 +116,7 @@ class WeightSubscriber:
             except _SilenceError:
                 self._give_up()
             except MovedError:
-                log.info("weight_publisher_moved", waiting_for=str(self._stats.phase))
+                log.debug("weight_publisher_moved", waiting_for=str(self._stats.phase))
                 self._stats.num_moves += 1
                 self._leave()
             except WeightError as error:

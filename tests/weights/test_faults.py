@@ -132,7 +132,7 @@ async def test_a_publisher_that_left_and_came_back_elsewhere_is_found_without_wa
                 second.publish(make_state(4))
                 assert same(await waiting, make_state(4))
             assert subscriber.stats.num_silences == 0
-    assert [entry["log_level"] for entry in logs if entry["event"].startswith("weight_publisher")] == ["info"]
+    assert [entry["log_level"] for entry in logs if entry["event"].startswith("weight_publisher")] == ["debug"]
 
 
 async def test_an_address_book_that_cannot_be_read_ends_no_connection_that_works() -> None:
