@@ -39,7 +39,6 @@ def data_file(directory: Path, *rows: str) -> str:
         ("trainer", "data.max_prompt_tokens=3", ("every prompt is longer than 3 tokens", "data.max_prompt_tokens")),
         ("trainer", "model.max_context=32", ("generation.max_tokens = 64", "32 tokens", "model.max_context")),
         ("trainer", "weights.host='0.0.0.0'", ("weights.host", "weights.insecure")),
-        ("generator", "generation.engine='vllm'", ("vllm", "transformers")),
         ("scorer", "scoring.rewards=[{function='nowhere:nothing'}]", ("scoring.rewards", "nowhere")),
         (
             "scorer",
