@@ -72,14 +72,22 @@ def load_model(
     return loaded.train(trainable)
 
 
-def load_skeleton(model: ModelSettings, lora: LoraSettings) -> torch.nn.Module:
-    """The policy without its weights: names, shapes and types of all tensors. Raises ModelError."""
+def load_skeleton(model: ModelSettings, lora: LoraSettings, *, attention: str = "") -> torch.nn.Module:
+    """The policy without its weights: names, shapes and types of all tensors.
+
+    attention: an implementation that must be there; empty takes any. Raises ModelError.
+    """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     config = load_config(model)
     with quiet(), torch.device("meta"):
         make: Any = AutoModelForCausalLM.from_config  # carries no annotations
-        skeleton = make(config, trust_remote_code=model.trust_remote_code)
+        try:
+            wanted = {"attn_implementation": attention} if attention else {}
+            skeleton = make(config, trust_remote_code=model.trust_remote_code, **wanted)
+        except (OSError, ValueError, ImportError) as error:
+            how = f" with model.attention = {attention!r}" if attention else ""
+            raise ModelError(f"model.path = {model.path!r} cannot be loaded{how}: {_short(error)}") from error
         with contextlib.suppress(OSError):
             skeleton.generation_config = GenerationConfig.from_pretrained(model.path)
         return _with_adapter(skeleton, lora, seed=0) if lora.rank else skeleton

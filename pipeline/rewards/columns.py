@@ -24,6 +24,6 @@ def column(columns: Mapping[str, Sequence[Any]], name: str, num_completions: int
     if num_completions == 0:
         return []
     if name not in columns:
-        there = ", ".join(sorted(columns)) or "none besides the prompt"
+        there = ", ".join(sorted(columns.keys() - {"completion_ids"})) or "none besides the prompt"
         raise ValueError(f"needs the data column {name!r}; the data set has: {there}")
     return columns[name]
