@@ -49,12 +49,12 @@ def check(config: Config) -> Report:
     """Everything, the model and the server included. Raises ConfigError."""
     from pipeline import config_check_model as model
 
-    heavy = (model.algorithm, model.devices, model.files, model.prompts, model.policy)
+    heavy = (model.algorithm, model.devices, model.prompts, model.policy)
     return _examined(Report(config=config), (*_QUICK, *heavy, _server))
 
 
 def check_quickly(config: Config) -> Report:
-    """What takes no tokenizer, no model and no download: settings, data, rewards, packages. Raises ConfigError."""
+    """What takes no torch and no download: settings, files, data, rewards, packages. Raises ConfigError."""
     return _examined(Report(config=config, is_quick=True), _QUICK)
 
 
@@ -93,6 +93,13 @@ def _trackers(report: Report) -> None:
     from pipeline.tracking import require_trackers
 
     require_trackers(report.config.tracking)
+
+
+def _model_files(report: Report) -> None:
+    from pipeline.model_files import check_model_files
+
+    if report.config.generation.engine != "scripted":
+        check_model_files(report.config.model)
 
 
 def _training(report: Report) -> None:
@@ -163,4 +170,4 @@ def _server(report: Report) -> None:
             report.warnings.append(f"redis.url: {finding.text}; {finding.way_out}")
 
 
-_QUICK = (_engine, _keys, _steps, _trackers, _training, _held_out, _rewards)
+_QUICK = (_engine, _keys, _steps, _trackers, _model_files, _training, _held_out, _rewards)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pipeline.algorithms import resolve_algorithm
 from pipeline.config_check import MAX_ROWS, Report
 from pipeline.model_weights import ADAPTER_MARK
-from pipeline.models import check_model_files, context_length, load_config, load_skeleton, resolve_device
+from pipeline.models import context_length, load_config, load_skeleton, resolve_device
 from pipeline.prompts import Dataset, prompt_lengths
 from pipeline.run_data import RunData, load_run_data
 
@@ -24,12 +24,6 @@ def devices(report: Report) -> None:
     if report.config.generation.engine != "scripted":
         resolve_device(report.config.generation.device, setting="generation.device")
         resolve_device(report.config.trainer.device, setting="trainer.device")
-
-
-def files(report: Report) -> None:
-    """The model's directory is complete."""
-    if report.config.generation.engine != "scripted":
-        check_model_files(report.config.model)
 
 
 def prompts(report: Report) -> None:

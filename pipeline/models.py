@@ -10,20 +10,17 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from pipeline.config import LoraSettings, ModelSettings
 from pipeline.errors import ConfigError, ModelError, few
+from pipeline.model_files import require_configuration, require_tokenizer, require_weights
 from pipeline.model_weights import ADAPTER_MARK, dtype_named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
 def resolve_device(name: str, *, setting: str = "generation.device") -> torch.device:
@@ -61,7 +58,7 @@ def load_model(
     adapter is initialised on the CPU from `seed`, so that every worker starts from the same one.
     Raises ModelError.
     """
-    _check_files(model, _WEIGHT_FILES, "weights (*.safetensors)")
+    require_weights(model)
     with quiet():
         loaded = _load_pretrained(model, dtype)
     loaded.requires_grad_(trainable and lora.rank == 0)
@@ -93,18 +90,11 @@ def load_skeleton(model: ModelSettings, lora: LoraSettings, *, attention: str = 
         return _with_adapter(skeleton, lora, seed=0) if lora.rank else skeleton
 
 
-def check_model_files(model: ModelSettings) -> None:
-    """Whether a directory holds all that a model needs, without reading it. Raises ModelError."""
-    _check_files(model, ("config.json",), "configuration (config.json)")
-    _check_files(model, _WEIGHT_FILES, "weights (*.safetensors)")
-    _check_files(model, _TOKENIZER_FILES, "tokenizer (tokenizer.json)")
-
-
 def load_config(model: ModelSettings) -> PreTrainedConfig:
     """The model's Hugging Face configuration. Raises ModelError."""
     from transformers import AutoConfig
 
-    _check_files(model, ("config.json",), "configuration (config.json)")
+    require_configuration(model)
     try:
         with quiet():
             return cast(
@@ -119,7 +109,7 @@ def load_tokenizer(model: ModelSettings) -> PreTrainedTokenizerBase:
     """The model's tokenizer. Raises ModelError."""
     from transformers import AutoTokenizer
 
-    _check_files(model, _TOKENIZER_FILES, "tokenizer (tokenizer.json)")
+    require_tokenizer(model)
     try:
         with quiet():
             return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
@@ -195,21 +185,6 @@ def _set_adapter_trainable(model: torch.nn.Module, *, trainable: bool) -> None:
 
 def _linear_names(model: torch.nn.Module) -> set[str]:
     return {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-
-
-def _check_files(model: ModelSettings, patterns: tuple[str, ...], what: str) -> None:
-    """A directory is looked into here; anything else that has a Hub id's form is left to the Hub."""
-    if not model.path:
-        raise ModelError("model.path is empty; set it to the directory of a Hugging Face causal language model")
-    directory = Path(model.path).expanduser()
-    if directory.is_dir():
-        if not any(match for pattern in patterns for match in directory.glob(pattern)):
-            raise ModelError(f"model.path = {model.path!r} has no {what}; point it to a complete checkpoint")
-        return
-    if directory.exists():
-        raise ModelError(f"model.path = {model.path!r} is a file; point it to the directory of a checkpoint")
-    if directory.is_absolute() or model.path.startswith((".", "~")) or model.path.count("/") > 1:
-        raise ModelError(f"model.path = {model.path!r} does not exist; point it to the directory of a checkpoint")
 
 
 @contextmanager

@@ -58,10 +58,14 @@ def up(sources: Sources, num_generators: int, num_scorers: int, has_exporter: bo
     import asyncio
 
     from pipeline.cli.console import Console
+    from pipeline.config_check import check_quickly
     from pipeline.local_run import Crew, LocalRun
 
+    config = sources.load()
+    for warning in check_quickly(config).warnings:
+        click.echo(f"warning: {warning}", err=True)
     crew = Crew(num_generators=num_generators, num_scorers=num_scorers, has_exporter=has_exporter)
-    with LocalRun(sources.load(), crew) as run:
+    with LocalRun(config, crew) as run:
         console = Console(run.names)
         console.say(f"run {run.config.run.name!r} in {run.config.run_dir}")
         supervisor = run.supervisor(console.on_line, console.on_exit, console.on_drain)
