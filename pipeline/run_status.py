@@ -32,9 +32,9 @@ class RunStatus:
     run: name. run_id: None when nobody has joined. at: Unix seconds by Redis's clock.
     weight_version: newest of the trainer. is_paused, stop_reason: what people or the trainer asked
     for. trainer: worker id that holds the trainer's lock. step, reward_mean, eval_reward,
-    staleness_mean (versions), tokens_per_s (trained): as the trainer last said; None before that.
-    generated_tokens_per_s: sum over generators. streams: by name, in order of flow. ledger: where
-    all groups went; ledger_balances: whether it adds up. workers: lost ones included.
+    staleness_mean (versions): of the last step; None before that. tokens_per_s (trained) and
+    generated_tokens_per_s (sum over generators): over the last minute. streams: by name, in order of
+    flow. ledger: where all groups went; ledger_balances: whether it adds up. workers: lost ones included.
     limit: what holds the run back. redis_memory_bytes: None where the server does not tell.
     """
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import shutil
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 import structlog
 from redis.asyncio import Redis
 
+from pipeline.cli import run
 from pipeline.config import RedisSettings
 from pipeline.embedded import EmbeddedServer
 from pipeline.keys import Keys
@@ -65,6 +66,31 @@ async def redis(valkey_url: str, keys: Keys) -> AsyncIterator[Redis]:
     async for key in client.scan_iter(match=keys.pattern.encode()):
         await client.delete(key)
     await client.aclose()
+
+
+class Answer:
+    """Exit code and output of one command line."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def ask(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, valkey_url: str, run_name: str
+) -> Callable[..., Answer]:
+    """Calls the command line for this test's run, in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("REDIS_URL", valkey_url)
+    monkeypatch.setenv("ROLLSTREAM_RUN__NAME", run_name)
+
+    def call(*words: str) -> Answer:
+        capsys.readouterr()
+        code = run(words)
+        out, err = capsys.readouterr()
+        return Answer(code, out, err)
+
+    return call
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import click
 import pytest
 from redis.asyncio import Redis
 
-from pipeline.cli import cli, run
+from pipeline.cli import cli
 from pipeline.config import QueueSettings
 from pipeline.fleet import Fleet, WorkerInfo
 from pipeline.keys import Keys, Stream
@@ -33,31 +33,6 @@ def commands(group: click.Group, words: tuple[str, ...] = ()) -> list[tuple[str,
         if isinstance(command, click.Group):
             found += commands(command, (*words, name))
     return found
-
-
-class Answer:
-    """Exit code and output of one command line."""
-
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-
-@pytest.fixture
-def ask(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, valkey_url: str, run_name: str
-):
-    """Calls the command line for this test's run, in an empty directory."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("REDIS_URL", valkey_url)
-    monkeypatch.setenv("ROLLSTREAM_RUN__NAME", run_name)
-
-    def call(*words: str) -> Answer:
-        capsys.readouterr()
-        code = run(words)
-        out, err = capsys.readouterr()
-        return Answer(code, out, err)
-
-    return call
 
 
 def imported_by(*words: str) -> set[str]:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
+from pipeline.accounts import Accounts
 from pipeline.config import QueueSettings
 from pipeline.fleet import Fleet, WorkerInfo
 from pipeline.keys import Keys, Stream
 from pipeline.ledger import Depth
 from pipeline.messages import Json
+from pipeline.pace import Pace
 from pipeline.roster import RunFacts
 from pipeline.run_metrics import RunCollector
 from pipeline.status import Limit, collect, limiting_stage, render
 from pipeline.streams import Entry, Streams
+from tests.groups import make_prompt, make_scored
 
 RUNNING: dict[str, Json] = {"ready": True, "state": "running", "progress_age_s": 0.5, "idle_ratio": 0.5}
 
@@ -103,16 +106,85 @@ def test_trainer_that_feeds_nothing_is_named() -> None:
     assert (found.stage, found.is_blocked) == ("trainer", True)
 
 
-@pytest.mark.parametrize(
-    ("streams", "trainer_idle", "stage"),
-    [(depths(20, 2), 0.6, "generator"), (depths(2, 20), 0.6, "scorer"), (depths(2, 2, 16), 0.02, "trainer")],
-)
-def test_work_piles_up_in_front_of_the_slowest(
-    streams: Mapping[Stream, Depth], trainer_idle: float, stage: str
-) -> None:
-    workers = [worker("generator"), worker("scorer"), worker("trainer", idle_ratio=trainer_idle)]
-    found = limit(streams, workers)
+@pytest.mark.parametrize(("streams", "stage"), [(depths(20, 2), "generator"), (depths(2, 20), "scorer")])
+def test_before_the_first_step_the_fuller_queue_shows_the_slowest(streams: Mapping[Stream, Depth], stage: str) -> None:
+    found = limit(streams, everyone())
     assert (found.stage, found.is_blocked) == (stage, False)
+    assert "no step is done yet" in found.reason
+
+
+def step_of(pace: Pace, *, waited_s: float, generation_s: float = 1.0, scoring_s: float = 1.0, at: float = 4.0) -> None:
+    """A step of four seconds, whose groups came so slowly."""
+    group = make_scored(make_prompt(), [1.0, 0.0])
+    hops = {"fed": 100.0, "generated": 100.0 + generation_s, "scored": 100.0 + generation_s + scoring_s}
+    pace.step([replace(group, hops=hops)], ended_at=at, wall_s=4.0, waited_s=waited_s)
+
+
+@pytest.mark.parametrize(
+    ("times", "stage"),
+    [
+        ({"waited_s": 2.0, "generation_s": 3.0}, "generator"),
+        ({"waited_s": 2.0, "scoring_s": 3.0}, "scorer"),
+        ({"waited_s": 0.2, "generation_s": 3.0}, "trainer"),
+    ],
+)
+def test_the_limit_is_what_the_trainer_concluded_whatever_the_queues_hold_now(
+    times: dict[str, float], stage: str
+) -> None:
+    pace = Pace()
+    step_of(pace, **times)
+    said = pace.describe()
+    assert said["limited_by"] == stage
+    for streams in (depths(20, 1, 1), depths(1, 20, 1), depths(1, 1, 20), depths()):
+        found = limit(streams, [*everyone()[:2], worker("trainer", **said)])
+        assert (found.stage, found.is_blocked) == (stage, False)
+        assert "in the last 4 s the trainer waited" in found.reason
+
+
+def test_one_odd_step_among_many_changes_no_limit() -> None:
+    pace = Pace()
+    for number in range(1, 11):
+        step_of(pace, waited_s=0.0, at=4.0 * number)
+    step_of(pace, waited_s=4.0, at=44.0)
+    assert pace.describe()["limited_by"] == "trainer"
+    assert pace.describe()["pace_s"] == 40.0
+
+
+def test_the_first_step_waits_for_a_start_and_counts_only_while_there_is_no_other() -> None:
+    pace = Pace()
+    step_of(pace, waited_s=4.0)
+    assert pace.describe()["waited_ratio"] == 1.0
+    step_of(pace, waited_s=0.0, at=8.0)
+    assert pace.describe()["waited_ratio"] == 0.0
+
+
+def test_steps_of_more_than_a_minute_ago_are_forgotten() -> None:
+    pace = Pace()
+    for at, waited_s in ((0.0, 0.0), (4.0, 0.0), (70.0, 4.0), (74.0, 4.0)):
+        step_of(pace, waited_s=waited_s, at=at)
+    assert pace.describe()["waited_ratio"] == 1.0
+
+
+def test_generators_that_wait_for_weights_are_named_where_generation_is_slowest() -> None:
+    pace = Pace()
+    step_of(pace, waited_s=2.0, generation_s=3.0)
+    stale = worker("generator", idle_cause="stale_weights", idle_ratio=0.6)
+    assert limit(depths(4), [stale, worker("scorer"), worker("trainer", **pace.describe())]).stage == "weights"
+    assert limit(depths(4), [stale, *everyone()[:2], worker("trainer", **pace.describe())]).stage == "generator"
+
+
+async def test_groups_that_a_lost_worker_holds_are_a_cause_of_their_own(redis: Redis, keys: Keys) -> None:
+    await a_run(redis, keys)
+    lost = worker("generator", is_alive=False)
+    streams = await Accounts(redis, keys, consumer="test").depths()
+    assert streams[Stream.PROMPTS].holders == {"scorer-a": 1}
+    holder = replace(lost, worker_id="scorer-a")
+    found = limit(streams, [*everyone(), holder])
+    assert (found.stage, found.is_blocked) == ("generator", False)
+    assert "scorer-a, lost, still holds 1 of 3 groups of prompts" in found.reason
+    assert "queues.lease_s" in found.reason
+    busy = worker("trainer", limited_by="trainer", waited_ratio=0.0, pace_s=9.0)
+    assert limit(streams, [*everyone()[:2], busy, holder]).stage == "trainer"
 
 
 async def a_run(redis: Redis, keys: Keys) -> None:
@@ -158,6 +230,7 @@ async def test_text_names_the_limit_the_queues_the_ledger_and_the_workers(redis:
     text = render(await collect(redis, keys))
     assert f"run {keys.run}  step 12  version 12  reward 0.500" in text
     assert "limited by generator: 3 groups are in prompts" in text
+    assert "tokens/s in the last minute: 800 generated, 640 trained" in text
     assert "fed 3 = trained 0 + dropped 0 + dead 0 + live 3" in text
     assert "trainer-a" in text
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from pipeline.cli.options import Sources, as_json, takes_config, with_redis
-from pipeline.cli.output import echo_json, echo_table, words
+from pipeline.cli.output import echo_json, echo_table
 from pipeline.errors import UsageError
 from pipeline.keys import Keys, Stream
 
@@ -62,7 +62,8 @@ def status(sources: Sources, is_watch: bool, is_json: bool) -> int:
 @takes_config
 @as_json
 def workers(sources: Sources, is_json: bool) -> int:
-    """List the workers of a run and what they last said."""
+    """List the workers of a run; --json adds all that they last said."""
+    from pipeline.status import worker_table
 
     async def body(redis: Redis, keys: Keys) -> list[WorkerInfo]:
         from pipeline.fleet import Fleet
@@ -73,11 +74,7 @@ def workers(sources: Sources, is_json: bool) -> int:
     if is_json:
         echo_json(found)
         return 0
-    rows = [
-        (w.worker_id, w.role, "alive" if w.is_alive else "lost", f"{w.age_s:.1f}", w.address, words(w.status))
-        for w in found
-    ]
-    echo_table(("worker", "role", "state", "seen_s", "address", "says"), rows, nothing="no workers")
+    click.echo("\n".join(worker_table(found, has_address=True)) if found else "no workers")
     return 0
 
 
@@ -90,6 +87,7 @@ def streams(context: click.Context, sources: Sources, is_json: bool) -> int:
     context.obj = sources
     if context.invoked_subcommand is not None:
         return 0
+    from pipeline.status import stream_table
 
     async def body(streams: Streams) -> tuple[Mapping[Stream, Depth], Ledger]:
         return await streams.depths(), await streams.ledger()
@@ -98,11 +96,7 @@ def streams(context: click.Context, sources: Sources, is_json: bool) -> int:
     if is_json:
         echo_json({"streams": depths, "ledger": ledger, "balances": ledger.balances})
         return 0
-    rows = [
-        (name, d.length, d.pending, d.backlog, f"{d.oldest_pending_s:.1f}", f"{d.oldest_waiting_s:.1f}")
-        for name, d in depths.items()
-    ]
-    echo_table(("stream", "length", "pending", "backlog", "oldest_pending_s", "oldest_waiting_s"), rows)
+    click.echo("\n".join(stream_table(depths)))
     verdict = "balances" if ledger.balances else "DOES NOT BALANCE"
     click.echo(
         f"ledger {verdict}: fed {ledger.fed} = trained {ledger.trained} + dropped {ledger.num_dropped}"
