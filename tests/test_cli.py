@@ -74,7 +74,7 @@ def test_every_command_explains_itself(words: tuple[str, ...], ask) -> None:
         (("streams", "requeue"), "--all"),
         (("streams", "peek", "nowhere"), "nowhere"),
         (("rollouts", "show", "00000001"), "no sample of group '00000001'"),
-        (("drain", "generator"), "no worker has the role or id 'generator'"),
+        (("drain", "generator"), "no worker with the role or id 'generator' is alive"),
         (("config", "show", "--run", "a b"), "run.name = 'a b'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,

@@ -50,3 +50,15 @@ async def test_streams_and_status_have_one_vocabulary(ask: Ask, redis: Redis, ke
     header = "stream    groups  waiting  in work  oldest waiting  oldest in work"
     for command in ("streams", "status"):
         assert header in (await asyncio.to_thread(ask, command)).out.splitlines()
+
+
+async def test_draining_someone_who_is_lost_says_that_nothing_is_left_to_drain(
+    ask: Ask, redis: Redis, keys: Keys
+) -> None:
+    await Fleet(redis, keys).register(worker())
+    _, rest = (await redis.hget(keys.workers, "generator-x")).split(b" ", 1)
+    seconds, _ = await redis.time()
+    await redis.hset(keys.workers, "generator-x", str((int(seconds) - 60) * 1_000_000).encode() + b" " + rest)
+    answer = await asyncio.to_thread(ask, "drain", "generator")
+    assert answer.code == 2
+    assert "generator-x: lost" in answer.err
