@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsFloat, cast
 
@@ -155,6 +155,16 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         by_step[step] = by_step.get(step, {}) | record
         last_step = step
     return [by_step[step] for step in sorted(by_step)]
+
+
+def last_metrics(run_dir: Path, names: Collection[str]) -> dict[str, Any]:
+    """The newest record, and with it the newest value of each name, wherever that was recorded last."""
+    found: dict[str, Any] = {}
+    for record in _records(_lines_backwards(run_dir / METRICS_FILE)):
+        found = record | found
+        if all(name in found for name in names):
+            break
+    return found
 
 
 def all_samples(run_dir: Path) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,11 @@ __all__ = ["Limit", "RunStatus", "collect", "limiting_stage", "render", "stream_
 
 def render(status: RunStatus) -> str:
     """The status as plain text, without a line break at the end."""
-    parts = [_headline(status), _limit(status), "", *stream_table(status.streams), "", *_ledger(status)]
+    parts = [_headline(status), _limit(status)]
+    if status.streams:
+        parts += ["", *stream_table(status.streams)]
+    if status.streams or status.ledger.fed:
+        parts += ["", *_ledger(status)]
     if status.workers:
         parts += ["", *worker_table(status.workers)]
     return "\n".join(parts)

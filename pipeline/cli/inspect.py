@@ -41,10 +41,11 @@ as_count = click.option("-n", "--count", type=click.IntRange(min=1), default=10,
 @click.option("--watch", "is_watch", is_flag=True, help="Go on until Ctrl-C.")
 @as_json
 def status(sources: Sources, is_watch: bool, is_json: bool) -> int:
-    """Show queues, workers, progress, and which stage limits the rate."""
+    """Show queues, workers, progress, and which stage limits the rate; of a run that has ended, how it ended."""
     from pipeline.status import render
 
     config = sources.load()
+    is_watch = is_watch and not _is_without_server(config)
     while True:
         now = _collect_status(config)
         if is_json:
@@ -224,13 +225,28 @@ def list_checkpoints(sources: Sources, is_json: bool) -> int:
     return 0
 
 
+def _is_without_server(config: Config) -> bool:
+    """Whether the run's own server has ended with its `up`."""
+    from pipeline.server_address import find_server
+
+    return config.redis.url.get_secret_value() == "embedded" and find_server(config.run_dir) is None
+
+
 def _collect_status(config: Config) -> RunStatus:
+    from pipeline.run_record import as_status, complete, read_record
+
+    if _is_without_server(config) and (record := read_record(config.run_dir)) is not None:
+        return as_status(record)
+
     async def body(redis: Redis, keys: Keys) -> RunStatus:
         from pipeline.status import collect
 
         return await collect(redis, keys)
 
-    return with_redis(config, body)
+    now = with_redis(config, body)
+    if now.step is None and (record := read_record(config.run_dir)) is not None:
+        return complete(now, record)
+    return now
 
 
 def _with_streams(config: Config, body: Callable[[Streams], Awaitable[R]]) -> R:
