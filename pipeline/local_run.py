@@ -78,9 +78,10 @@ class LocalRun:
                     "choose a folder that you may write to"
                 ) from None
             _lock(stack.enter_context((run_dir / "up.lock").open("a+")), self.config)
+            # Before the private server has an address: who reads the file later finds it gone, or another.
+            self.config_file.write_text(show(_on_one_machine(self.config)), encoding="utf-8")
             if self.config.redis.url.get_secret_value() == "embedded":
                 self._start_server(stack, run_dir)
-            self.config_file.write_text(show(_on_one_machine(self.config)), encoding="utf-8")
             self._open = stack.pop_all()
         return self
 

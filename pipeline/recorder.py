@@ -222,8 +222,9 @@ def _lines_backwards(path: Path) -> Iterator[bytes]:
         yield rest
 
 
-def plot_curve(run_dir: Path, png: Path) -> Path | None:
+def plot_curve(run_dir: Path, png: Path, *, temperature: float = 1.0, eval_temperature: float = 0.0) -> Path | None:
     """The learning curve as a picture; None without matplotlib or without records. See `pipeline.curve`."""
     from pipeline.curve import draw
 
-    return draw(read_metrics(run_dir), png, title=run_dir.name)
+    records = read_metrics(run_dir)
+    return draw(records, png, title=run_dir.name, temperature=temperature, eval_temperature=eval_temperature)

@@ -90,7 +90,7 @@ def demo(
     directory: Path | None,
     is_json: bool,
 ) -> int:
-    """Watch a tiny model learn, with all processes, in about two minutes on two CPU cores."""
+    """Watch a tiny model learn, with all processes, in about a minute on two CPU cores."""
     from pipeline.demo.command import run_demo
 
     return run_demo(

@@ -116,14 +116,20 @@ def _show(config: Config, summary: dict[str, Any]) -> None:
     click.echo(
         f"\nheld-out exact match {summary['eval_before']:.2f} -> {summary['eval_after']:.2f} "
         f"in {summary['steps']} steps and {summary['rl_wall_s']:.0f} s; "
-        f"staleness {summary['staleness_mean']:.2f} on average, {summary['staleness_max']:.0f} at most"
+        f"staleness {summary['staleness_mean']:.2f} on average, {summary['staleness_max']:.0f} at most "
+        f"(bound {summary['max_staleness']})"
     )
     ledger = summary["ledger"]
     click.echo(
         f"ledger: {ledger['fed']} groups fed = {ledger['trained']} trained + {sum(ledger['dropped'].values())} dropped "
         f"+ {ledger['dead']} dead + {ledger['live']} live"
     )
-    curve = plot_curve(config.run_dir, config.run_dir / "curve.png")
+    curve = plot_curve(
+        config.run_dir,
+        config.run_dir / "curve.png",
+        temperature=config.generation.temperature,
+        eval_temperature=config.evaluation.temperature,
+    )
     if curve is not None:
         click.echo(f"learning curve: {curve}")
     click.echo(f"run directory: {config.run_dir}")
