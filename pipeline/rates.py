@@ -51,13 +51,14 @@ class Rates:
         self._metrics = metrics
         self._clock = clock
         self._changes: deque[_Totals] = deque([self._read()])
+        self._progress: tuple[object, Json] = (self._changes[0].progress, None)
         self._progress_at = self._changes[0].at
 
-    def measure(self) -> dict[str, Json]:
-        """Fields for the registry, as of now."""
+    def measure(self, in_work: Json = None) -> dict[str, Json]:
+        """Fields for the registry, as of now. in_work: a count that rises while a group is in work."""
         now = self._read()
-        if now.progress != self._changes[-1].progress:
-            self._progress_at = now.at
+        if self._progress != (now.progress, in_work):
+            self._progress, self._progress_at = (now.progress, in_work), now.at
         if now.has_moved_since(self._changes[-1]):
             self._changes.append(now)
         end = self._end(now)

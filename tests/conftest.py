@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import shutil
+import tempfile
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -68,11 +70,30 @@ async def redis(valkey_url: str, keys: Keys) -> AsyncIterator[Redis]:
     await client.aclose()
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder for a server's socket; the path of tmp_path may be too long for one."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def logging_as_before() -> Iterator[None]:
+    """Undoes what a test does to the process's logging."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers, root.level = handlers, level
+    structlog.reset_defaults()
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """Exit code and output of one command line."""
 
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
+    code: int
+    out: str
+    err: str
 
 
 @pytest.fixture
@@ -91,13 +112,3 @@ def ask(
         return Answer(code, out, err)
 
     return call
-
-
-@pytest.fixture
-def logging_as_before() -> Iterator[None]:
-    """Undoes what a test does to the process's logging."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers, root.level = handlers, level
-    structlog.reset_defaults()

@@ -12,46 +12,16 @@ from redis.asyncio import Redis
 
 from pipeline.accounts import Accounts
 from pipeline.config import QueueSettings
-from pipeline.fleet import Fleet, WorkerInfo
+from pipeline.fleet import Fleet
 from pipeline.keys import Keys, Stream
+from pipeline.leases import Death
 from pipeline.ledger import Depth
 from pipeline.messages import Json
-from pipeline.pace import Pace
 from pipeline.roster import RunFacts
 from pipeline.run_metrics import RunCollector
 from pipeline.status import Limit, collect, limiting_stage, render
 from pipeline.streams import Entry, Streams
-from tests.groups import make_prompt, make_scored
-
-RUNNING: dict[str, Json] = {"ready": True, "state": "running", "progress_age_s": 0.5, "idle_ratio": 0.5}
-
-
-def depths(prompts: int = 0, rollouts: int = 0, scored: int = 0, *, pending: int = 0) -> dict[Stream, Depth]:
-    lengths = dict(zip(Stream, (prompts, rollouts, scored), strict=True))
-    return {
-        stream: Depth(
-            length=length,
-            pending=min(pending, length),
-            backlog=length - min(pending, length),
-            oldest_pending_s=70.0,
-            oldest_waiting_s=3.0,
-        )
-        for stream, length in lengths.items()
-    }
-
-
-def worker(role: str, *, is_alive: bool = True, **status: Json) -> WorkerInfo:
-    return WorkerInfo(
-        worker_id=f"{role}-a", role=role, host="h", pid=1, is_alive=is_alive, status={**RUNNING, **status}
-    )
-
-
-def everyone(**of_all: Json) -> list[WorkerInfo]:
-    return [worker(role, **of_all) for role in ("generator", "scorer", "trainer")]
-
-
-def limit(streams: Mapping[Stream, Depth], workers: list[WorkerInfo], **facts: object) -> Limit:
-    return limiting_stage(streams, workers, RunFacts(at=0.0, **{"run_id": "x", **facts}))  # type: ignore[arg-type]
+from tests.run_states import depths, everyone, limit, worker
 
 
 def test_without_workers_the_run_is_over_or_blocked() -> None:
@@ -106,71 +76,44 @@ def test_trainer_that_feeds_nothing_is_named() -> None:
     assert (found.stage, found.is_blocked) == ("trainer", True)
 
 
+def test_a_trainer_in_the_middle_of_a_long_step_blocks_nothing() -> None:
+    busy = worker("trainer", progress_age_s=300, busy_with="an optimiser step", busy_s=290.0)
+    others = [worker("generator", progress_age_s=300, waiting_for="weights of version 3"), worker("scorer")]
+    others = [worker(seen.role, **{**seen.status, "progress_age_s": 300}) for seen in others]
+    found = limit(depths(2, 0, 4, pending=4), [*others, busy])
+    assert not found.is_blocked
+    found = limit(depths(0, 0, 4, pending=4), [worker(seen.role, progress_age_s=300) for seen in others] + [busy])
+    assert found == Limit(stage="trainer", reason="the trainer has been busy with an optimiser step for 290 s")
+
+
+@pytest.mark.parametrize("held", [0, 3])
+def test_groups_that_all_die_are_named_with_the_last_reason(held: int) -> None:
+    losing = worker("trainer", dead_in_step=9, dropped_in_step=1, held=held, groups_per_step=8)
+    workers = [worker("generator"), worker("scorer"), losing]
+    death = Death(stream=Stream.ROLLOUTS, reason="the payload is too large")
+    found = limiting_stage(depths(8, 2), workers, RunFacts(at=0.0, run_id="x"), death)
+    assert (found.stage, found.is_blocked) == ("scorer", held == 0)
+    assert found.reason.startswith(f"9 groups died since the last step, and {held} of 8 groups for the next step")
+    assert "the last died in rollouts: the payload is too large" in found.reason
+
+
+def test_groups_that_are_all_filtered_are_named() -> None:
+    losing = worker("trainer", dead_in_step=0, dropped_in_step=64, held=1, groups_per_step=8)
+    found = limit(depths(8, 2), [worker("generator"), worker("scorer"), losing])
+    assert (found.stage, found.is_blocked) == ("scorer", False)
+    assert found.reason.startswith("64 groups were filtered since the last step")
+
+
+def test_a_few_that_die_on_the_way_are_nothing_to_speak_of() -> None:
+    few = worker("trainer", dead_in_step=3, dropped_in_step=4, held=1, groups_per_step=8)
+    assert "since the last step" not in limit(depths(8, 2), [worker("generator"), worker("scorer"), few]).reason
+
+
 @pytest.mark.parametrize(("streams", "stage"), [(depths(20, 2), "generator"), (depths(2, 20), "scorer")])
 def test_before_the_first_step_the_fuller_queue_shows_the_slowest(streams: Mapping[Stream, Depth], stage: str) -> None:
     found = limit(streams, everyone())
     assert (found.stage, found.is_blocked) == (stage, False)
     assert "no step is done yet" in found.reason
-
-
-def step_of(pace: Pace, *, waited_s: float, generation_s: float = 1.0, scoring_s: float = 1.0, at: float = 4.0) -> None:
-    """A step of four seconds, whose groups came so slowly."""
-    group = make_scored(make_prompt(), [1.0, 0.0])
-    hops = {"fed": 100.0, "generated": 100.0 + generation_s, "scored": 100.0 + generation_s + scoring_s}
-    pace.step([replace(group, hops=hops)], ended_at=at, wall_s=4.0, waited_s=waited_s)
-
-
-@pytest.mark.parametrize(
-    ("times", "stage"),
-    [
-        ({"waited_s": 2.0, "generation_s": 3.0}, "generator"),
-        ({"waited_s": 2.0, "scoring_s": 3.0}, "scorer"),
-        ({"waited_s": 0.2, "generation_s": 3.0}, "trainer"),
-    ],
-)
-def test_the_limit_is_what_the_trainer_concluded_whatever_the_queues_hold_now(
-    times: dict[str, float], stage: str
-) -> None:
-    pace = Pace()
-    step_of(pace, **times)
-    said = pace.describe()
-    assert said["limited_by"] == stage
-    for streams in (depths(20, 1, 1), depths(1, 20, 1), depths(1, 1, 20), depths()):
-        found = limit(streams, [*everyone()[:2], worker("trainer", **said)])
-        assert (found.stage, found.is_blocked) == (stage, False)
-        assert "in the last 4 s the trainer waited" in found.reason
-
-
-def test_one_odd_step_among_many_changes_no_limit() -> None:
-    pace = Pace()
-    for number in range(1, 11):
-        step_of(pace, waited_s=0.0, at=4.0 * number)
-    step_of(pace, waited_s=4.0, at=44.0)
-    assert pace.describe()["limited_by"] == "trainer"
-    assert pace.describe()["pace_s"] == 40.0
-
-
-def test_the_first_step_waits_for_a_start_and_counts_only_while_there_is_no_other() -> None:
-    pace = Pace()
-    step_of(pace, waited_s=4.0)
-    assert pace.describe()["waited_ratio"] == 1.0
-    step_of(pace, waited_s=0.0, at=8.0)
-    assert pace.describe()["waited_ratio"] == 0.0
-
-
-def test_steps_of_more_than_a_minute_ago_are_forgotten() -> None:
-    pace = Pace()
-    for at, waited_s in ((0.0, 0.0), (4.0, 0.0), (70.0, 4.0), (74.0, 4.0)):
-        step_of(pace, waited_s=waited_s, at=at)
-    assert pace.describe()["waited_ratio"] == 1.0
-
-
-def test_generators_that_wait_for_weights_are_named_where_generation_is_slowest() -> None:
-    pace = Pace()
-    step_of(pace, waited_s=2.0, generation_s=3.0)
-    stale = worker("generator", idle_cause="stale_weights", idle_ratio=0.6)
-    assert limit(depths(4), [stale, worker("scorer"), worker("trainer", **pace.describe())]).stage == "weights"
-    assert limit(depths(4), [stale, *everyone()[:2], worker("trainer", **pace.describe())]).stage == "generator"
 
 
 async def test_groups_that_a_lost_worker_holds_are_a_cause_of_their_own(redis: Redis, keys: Keys) -> None:

@@ -26,7 +26,7 @@ from pipeline.engines.shared_weights import SharedWeights
 from pipeline.engines.vllm_adapters import Adapter, AdapterShelf
 from pipeline.engines.vllm_options import engine_arguments, installed_version, prepare_environment
 from pipeline.engines.vllm_outputs import Draft, Segment, TokenCounter
-from pipeline.errors import ConfigError, EngineError, EngineLostError, WeightError
+from pipeline.errors import ConfigError, EngineError, EngineLostError, ModelError, WeightError
 from pipeline.logs import get_logger
 from pipeline.messages import Completion, PromptGroup
 from pipeline.model_weights import stage_weights
@@ -36,6 +36,7 @@ from pipeline.weights import WeightKind, WeightState
 if TYPE_CHECKING:
     import torch
 
+_NO_MASKS = "sampling distribution replay requires"
 _FIRST_VERSION = "0.32"  # its outputs say which weights drew each token
 
 log = get_logger()
@@ -70,6 +71,7 @@ class VllmEngine:
         self._adapters: AdapterShelf | None = None
         self._version: int | None = None
         self._counter = TokenCounter()
+        self._masks_from_logprobs = False
         self._sequences: set[_Sequence] = set()
         self._one_update = asyncio.Lock()
 
@@ -100,7 +102,8 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Load the model. Raises ModelError or ConfigError."""
-        self._llm = await asyncio.to_thread(self._load)
+        await asyncio.to_thread(self._load)
+        await self._probe()
         if self._config.lora.rank:
             self._adapters = AdapterShelf(self._llm, self._config.lora)
 
@@ -132,11 +135,12 @@ class VllmEngine:
 
     async def close(self) -> None:
         """End vLLM's processes; what is still in flight ends with EngineError. Safe to call twice."""
-        llm, self._llm, self._version = self._llm, None, None
-        if llm is not None:
-            await self._abort_all(llm)
-            await asyncio.to_thread(llm.shutdown)
-            del llm
+        self._version = None
+        if self._llm is not None:
+            await self._abort_all(self._llm)
+            if handler := getattr(self._llm, "output_handler", None):
+                handler.cancel()  # or it reports the end of the other processes as a failure
+            await asyncio.to_thread(self._shut_down)
             gc.collect()  # what is left of it for the end of the interpreter complains then
         self._shared.close()
 
@@ -178,7 +182,11 @@ class VllmEngine:
             raise EngineLostError(f"vLLM has ended: {error}") from error
         except (EngineGenerateError, ValueError) as error:
             raise EngineError(f"group {prompt.group_id}: vLLM failed: {error.__cause__ or error}") from error
-        return Segment.of(outputs[-1].outputs[0], adapter_version=adapter.version if adapter else None)
+        return Segment.of(
+            outputs[-1].outputs[0],
+            adapter_version=adapter.version if adapter else None,
+            has_all_logprobs=self._masks_from_logprobs and prompt.sampling.keep_sampling_mask,
+        )
 
     def _sampling_params(self, prompt: PromptGroup, index: int, so_far: int, max_tokens: int) -> Any:
         from vllm import SamplingParams
@@ -193,7 +201,7 @@ class VllmEngine:
             seed=_seed(sampling.seed, prompt.ordinal, index, so_far) if sampling.temperature > 0 else None,
             stop=list(sampling.stop),
             stop_token_ids=list(self._end_ids),
-            logprobs=0,
+            logprobs=-1 if self._masks_from_logprobs and sampling.keep_sampling_mask else 0,
             flat_logprobs=True,
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -238,18 +246,22 @@ class VllmEngine:
 
     async def _replace_all(self, state: WeightState) -> float:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         shared = await asyncio.to_thread(self._shared.write, state)
         started = time.perf_counter()
-        await self._llm.pause_generation(mode="keep", clear_cache=self._config.generation.kv_on_update == "recompute")
+        is_recomputed = self._config.generation.kv_on_update == "recompute"
         try:
+            await self._llm.pause_generation(mode="keep", clear_cache=is_recomputed)
             await self._llm.start_weight_update()
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"shared": shared}))
             await self._llm.finish_weight_update(weight_version=str(state.weight_version))
+            await self._llm.resume_generation()
+        except EngineDeadError as error:
+            raise EngineLostError(f"vLLM has ended: {error}") from error
         except Exception as error:
             await self._quarantine(state.weight_version, error)
             raise WeightError(f"vLLM could not apply weights {state.weight_version}: {error}") from error
-        await self._llm.resume_generation()
         self._version = state.weight_version
         return time.perf_counter() - started
 
@@ -282,7 +294,27 @@ class VllmEngine:
 
     # Starting
 
-    def _load(self) -> Any:
+    async def _probe(self) -> None:
+        """One token: what vLLM cannot do with this model on this machine shows only when it is run."""
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            async for _ in self._llm.generate(tokens_input([self._end_ids[0]]), SamplingParams(max_tokens=1), "probe"):
+                pass
+        except EngineDeadError as error:
+            await self.close()
+            raise ModelError(
+                f"vLLM {installed_version()} cannot run model.path = {self._config.model.path!r} on this machine; "
+                'what it printed above says why. generation.engine = "transformers" runs more models'
+            ) from error
+
+    def _shut_down(self) -> None:
+        llm, self._llm, self._adapters = self._llm, None, None
+        llm.shutdown()
+
+    def _load(self) -> None:
         config = self._config
         prepare_environment(config.generation, os.environ)
         device = resolve_device(config.generation.device)
@@ -296,7 +328,15 @@ class VllmEngine:
             context=self._context,
             is_cpu=device.type == "cpu",
         )
-        return _start(arguments, self._counter)
+        try:
+            self._llm = _start(arguments, self._counter)
+        except ConfigError as error:
+            if not arguments["return_sampling_mask"] or _NO_MASKS not in str(error):
+                raise
+            # This runner keeps no sampling masks, so they are read off the logprobs of all tokens.
+            log.warning("masks_from_logprobs", reason=_NO_MASKS, cost="logprobs of the whole vocabulary at each token")
+            self._masks_from_logprobs = True
+            self._llm = _start(arguments | {"return_sampling_mask": False, "max_logprobs": -1}, self._counter)
 
 
 def _start(arguments: dict[str, Any], counter: TokenCounter) -> Any:
@@ -311,9 +351,9 @@ def _start(arguments: dict[str, Any], counter: TokenCounter) -> Any:
         raise ConfigError(
             f"vLLM {installed_version()} does not say which weights drew a token; install {_FIRST_VERSION} or newer"
         )
-    transfer = WeightTransferConfig(**arguments.pop("weight_transfer_config"))
+    transfer = WeightTransferConfig(**arguments["weight_transfer_config"])
     try:
-        engine_args = AsyncEngineArgs(weight_transfer_config=transfer, **arguments)
+        engine_args = AsyncEngineArgs(**(arguments | {"weight_transfer_config": transfer}))
         return AsyncLLM.from_engine_args(engine_args, stat_loggers=[counter.logger])
     except (TypeError, ValueError) as error:
         raise ConfigError(f"vLLM {installed_version()} refuses its arguments (generation.vllm): {error}") from error
