@@ -53,6 +53,7 @@ _SIZES = (
 _AGES = (
     _field("staleness_mean", "versions", "mean age of the tokens", "up to staleness.max_staleness"),
     _field("staleness_max", "versions", "age of the oldest token", "max_staleness; above it now and then with correct"),
+    _field("mixed_completions", "completions", "begun under one version, ended under another", "any number"),
     _field("stale_tokens", "tokens", "older than staleness.max_staleness", "a few percent"),
     _field("corrected_tokens", "tokens", "of those, left to the correction", "stale_tokens with correct"),
     _field("masked_tokens", "tokens", "of those, kept out of the loss", "stale_tokens with mask"),
