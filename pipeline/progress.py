@@ -66,6 +66,7 @@ class Progress:
             step=state.step,
             reward_mean=row.get("reward_mean"),
             staleness_mean=row.get("staleness_mean"),
+            max_staleness=self._config.staleness.max_staleness,
             **pace,
         )
         self._context.log.info(

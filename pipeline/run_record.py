@@ -71,6 +71,7 @@ def as_status(record: RunRecord) -> RunStatus:
         reward_mean=record.values.get("reward_mean"),
         eval_reward=record.values.get("eval_reward"),
         staleness_mean=record.values.get("staleness_mean"),
+        max_staleness=None,
         tokens_per_s=None,
         generated_tokens_per_s=0.0,
         streams={},

@@ -36,7 +36,9 @@ def _headline(status: RunStatus) -> str:
     facts += _said("version", status.weight_version)
     facts += _said("reward", status.reward_mean, ".3f")
     facts += _said("eval", status.eval_reward, ".3f")
-    facts += _said("staleness", status.staleness_mean, ".2f")
+    if status.staleness_mean is not None:
+        bound = "" if status.max_staleness is None else f" (bound {status.max_staleness})"
+        facts.append(f"staleness {status.staleness_mean:.2f}{bound}")
     rates = [(status.generated_tokens_per_s, "generated"), (status.tokens_per_s, "trained")]
     said = [f"{rate:,.0f} {what}" for rate, what in rates if rate]
     if said:

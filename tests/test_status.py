@@ -139,7 +139,7 @@ async def a_run(redis: Redis, keys: Keys) -> None:
     said: dict[str, dict[str, Json]] = {
         "generator": {"tokens_per_s": 800.0, "weight_version": 11},
         "scorer": {},
-        "trainer": {"step": 12, "reward_mean": 0.5, "tokens_per_s": 640.0, "staleness_mean": 1.25},
+        "trainer": {"step": 12, "reward_mean": 0.5, "tokens_per_s": 640.0, "staleness_mean": 1.25, "max_staleness": 2},
     }
     for role, status in said.items():
         await fleet.register(worker(role, **status))
@@ -172,6 +172,7 @@ async def test_text_names_the_limit_the_queues_the_ledger_and_the_workers(redis:
     await a_run(redis, keys)
     text = render(await collect(redis, keys))
     assert f"run {keys.run}  step 12  version 12  reward 0.500" in text
+    assert "staleness 1.25 (bound 2)" in text
     assert "limited by generator: 3 groups are in prompts" in text
     assert "tokens/s in the last minute: 800 generated, 640 trained" in text
     assert "fed 3 = trained 0 + dropped 0 + dead 0 + live 3" in text
