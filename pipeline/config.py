@@ -173,10 +173,15 @@ class ScoringSettings(Section):
 class StalenessSettings(Section):
     """How old a sample may be, in weight versions."""
 
-    max_staleness: Natural = Field(2, description="0 is synchronous and on-policy; larger overlaps more.")
+    max_staleness: Natural = Field(
+        2,
+        description="Versions that generators may run ahead; 0 is synchronous and on-policy, larger overlaps more. "
+        "For single tokens a soft bound under policy correct, a hard one under mask and drop.",
+    )
     policy: Literal["correct", "mask", "drop"] = Field(
         "correct",
-        description="For tokens older than the bound: importance-correct, mask the token, or drop the group.",
+        description="For tokens older than the bound: train on them all the same, importance-corrected (correct), "
+        "mask the token, or drop the group.",
     )
     requeue: bool = Field(False, description="The prompt of a dropped group is fed again as a new group.")
 
@@ -184,13 +189,21 @@ class StalenessSettings(Section):
 class AlgorithmSettings(Section):
     """What the trainer optimises. Empty names take the preset's choice."""
 
-    preset: str = Field("grpo", description="Names an advantage, a loss, a correction and an aggregation.")
-    advantage: str = Field("", description="How rewards become advantages.")
-    loss: str = Field("", description="The policy loss.")
-    correction: str = Field("", description="How generator and trainer are reconciled.")
-    aggregation: str = Field("", description="How token losses become one number.")
-    clip_low: Fraction = Field(0.2, description="The ratio is clipped below 1 - clip_low.")
-    clip_high: NonNegative = Field(0.28, description="The ratio is clipped above 1 + clip_high.")
+    preset: str = Field("grpo", description="Names an advantage, a loss, a correction and an aggregation: grpo.")
+    advantage: str = Field("", description="How rewards become advantages: group_mean_std, group_mean.")
+    loss: str = Field("", description="The policy loss: ppo_clip.")
+    correction: str = Field("", description="How generator and trainer are reconciled: tis, none.")
+    aggregation: str = Field(
+        "", description="How token losses become one number: token_mean, sequence_mean, sequence_sum."
+    )
+    clip_low: Fraction = Field(
+        0.2,
+        description="The ratio is clipped below 1 - clip_low. Acts with correction none only: with tis, the preset's, "
+        "it is 1 at the one update that each batch gets.",
+    )
+    clip_high: NonNegative = Field(
+        0.28, description="The ratio is clipped above 1 + clip_high. Acts as clip_low does, with correction none only."
+    )
     truncation: Positive = Field(2.0, description="Cap of the importance weight in truncated importance sampling.")
     kl_coef: NonNegative = Field(
         0.0, description="Weight of the KL divergence to the initial policy; 0 loads no reference."

@@ -14,10 +14,18 @@ _EVALUATION = "eval_reward"
 _SMOOTHING = 0.15
 
 
-def draw(records: Sequence[Mapping[str, Any]], png: Path, *, title: str) -> Path | None:
+def draw(
+    records: Sequence[Mapping[str, Any]],
+    png: Path,
+    *,
+    title: str,
+    temperature: float = 1.0,
+    eval_temperature: float = 0.0,
+) -> Path | None:
     """Write the picture and return its path; None without matplotlib or without anything to draw.
 
-    records: with `step` and any of reward_mean, eval_reward, staleness_mean, staleness_max.
+    records: with `step` and any of reward_mean, eval_reward, staleness_mean, staleness_max. The two
+    temperatures are why the two rewards differ, so the legend names them.
     """
     reward, evaluation = _series(records, "reward_mean"), _series(records, _EVALUATION)
     if not reward[0] and not evaluation[0]:
@@ -31,8 +39,10 @@ def draw(records: Sequence[Mapping[str, Any]], png: Path, *, title: str) -> Path
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     above.plot(*reward, color="tab:blue", alpha=0.3, linewidth=1)
-    above.plot(reward[0], _smoothed(reward[1]), color="tab:blue", label="reward (smoothed)")
-    above.plot(*evaluation, color="tab:orange", marker="o", label="held-out reward")
+    above.plot(
+        reward[0], _smoothed(reward[1]), color="tab:blue", label=f"reward, {how_sampled(temperature)} (smoothed)"
+    )
+    above.plot(*evaluation, color="tab:orange", marker="o", label=f"held-out reward, {how_sampled(eval_temperature)}")
     below.plot(*_series(records, "staleness_mean"), color="tab:green", label="mean")
     below.plot(*_series(records, "staleness_max"), color="tab:red", linewidth=1, label="max")
     above.set(title=title, ylabel="reward")
@@ -43,6 +53,11 @@ def draw(records: Sequence[Mapping[str, Any]], png: Path, *, title: str) -> Path
     png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(png, dpi=120, format="png")
     return png
+
+
+def how_sampled(temperature: float) -> str:
+    """`greedy`, or `sampled at temperature 0.8`."""
+    return f"sampled at temperature {temperature:g}" if temperature else "greedy"
 
 
 def _series(records: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:

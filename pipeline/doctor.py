@@ -73,7 +73,7 @@ def examine(config: Config) -> list[Finding]:
         *_extras(),
         _machine(),
         _gpus(),
-        *_server(config),
+        *examine_server(config),
         _test_server(),
         _run_dir(config),
     ]
@@ -179,7 +179,7 @@ def _gpus() -> Finding:
     return Finding(subject="gpu", level=Level.ERROR, text=text, way_out="install a CUDA build of torch and its driver")
 
 
-def _server(config: Config) -> list[Finding]:
+def examine_server(config: Config) -> list[Finding]:
     """The server of the settings; where it is to be embedded, a running one or a trial start."""
     url = config.redis.url.get_secret_value()
     with ExitStack() as stack:
@@ -189,11 +189,11 @@ def _server(config: Config) -> list[Finding]:
                 url = found or stack.enter_context(EmbeddedServer.start()).url
             except RollstreamError as error:
                 return [Finding(subject="redis", level=Level.ERROR, text=str(error))]
-            return _examine_server(url, "embedded server", must_persist=False)
-        return _examine_server(url, mask_url(url), must_persist=True)
+            return _ask_server(url, "embedded server", must_persist=False)
+        return _ask_server(url, mask_url(url), must_persist=True)
 
 
-def _examine_server(url: str, name: str, *, must_persist: bool) -> list[Finding]:
+def _ask_server(url: str, name: str, *, must_persist: bool) -> list[Finding]:
     try:
         with redis.Redis.from_url(
             url, protocol=2, socket_timeout=_PING_TIMEOUT_S, socket_connect_timeout=_PING_TIMEOUT_S

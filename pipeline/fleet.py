@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Control", "Fleet", "RunFacts", "WorkerInfo", "new_worker_id"]
 
-_FORGET_AFTER_S = 600.0
+# Long enough to be seen and asked about; every start of a worker has an id of its own.
+_FORGET_AFTER_S = 180.0
 _Result = TypeVar("_Result")
 
 
@@ -164,8 +165,9 @@ class Fleet:
         await self._call("stop", [self._keys.control], [reason])
 
     async def drain(self, target: str) -> list[str]:
-        """Ask one worker, or all of a role that are there now, to leave. Returns their ids."""
-        chosen = [worker.worker_id for worker in await self.workers() if target in {worker.role, worker.worker_id}]
+        """Ask one worker, or all of a role that are there now, to leave. Returns their ids, none of lost ones."""
+        there = [worker for worker in await self.workers() if worker.is_alive]
+        chosen = [worker.worker_id for worker in there if target in {worker.role, worker.worker_id}]
         if chosen:
             await self._hset(self._keys.control, {f"drain:{worker_id}": "1" for worker_id in chosen})
         return chosen

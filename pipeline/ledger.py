@@ -67,6 +67,7 @@ class Depth:
 
     length: groups in it. pending: claimed by a worker. backlog: waiting for one.
     oldest_pending_s, oldest_waiting_s: since the oldest such group arrived; 0 when there is none.
+    holders: worker id -> groups that it has claimed.
     """
 
     length: int
@@ -74,6 +75,7 @@ class Depth:
     backlog: int
     oldest_pending_s: float
     oldest_waiting_s: float
+    holders: Mapping[str, int] = field(default_factory=dict)
 
 
 def read_ledger(reply: tuple[list[bytes], int, int, int]) -> Ledger:
@@ -97,8 +99,8 @@ def read_ledger(reply: tuple[list[bytes], int, int, int]) -> Ledger:
     )
 
 
-def read_depths(reply: Sequence[Sequence[int]]) -> dict[Stream, Depth]:
-    """Depths in a reply: for each stream [length, pending, oldest pending ms, oldest waiting ms]."""
+def read_depths(reply: Sequence[tuple[int, int, int, int, list[tuple[bytes, bytes]]]]) -> dict[Stream, Depth]:
+    """Depths in a reply: for each stream [length, pending, oldest pending ms, oldest waiting ms, holders]."""
     return {
         stream: Depth(
             length=length,
@@ -106,6 +108,7 @@ def read_depths(reply: Sequence[Sequence[int]]) -> dict[Stream, Depth]:
             backlog=length - pending,
             oldest_pending_s=pending_ms / 1000,
             oldest_waiting_s=waiting_ms / 1000,
+            holders={consumer.decode("utf-8", "replace"): int(number) for consumer, number in holders},
         )
-        for stream, (length, pending, pending_ms, waiting_ms) in zip(Stream, reply, strict=True)
+        for stream, (length, pending, pending_ms, waiting_ms, holders) in zip(Stream, reply, strict=True)
     }

@@ -1,7 +1,8 @@
 """Which stage limits the rate of a run, or blocks it, and why.
 
-In: streams, workers and facts of one instant. Out: one stage and one sentence. Work piles up in
-front of what is slow; where nothing moves at all, the first thing on the way that cannot is named.
+In: streams, workers and facts of one instant. Out: one stage and one sentence. What sets the pace is
+what the trainer concludes from the last minute (`pipeline.pace`); where nothing moves at all, the
+first thing on the way that cannot is named.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from pipeline.errors import few
 from pipeline.keys import Stream
 from pipeline.leases import Death
 from pipeline.ledger import Depth
+from pipeline.messages import Json
 from pipeline.roster import RunFacts, WorkerInfo
 
-# A trainer that waits less than this share of the time is the slowest stage itself.
-_TRAINER_IDLE_RATIO = 0.1
 _STALE_WEIGHTS_RATIO = 0.3
 _STALLED_AFTER_S = 45.0
 _MAX_REASON = 200
@@ -46,6 +47,7 @@ def limiting_stage(
         or _missing_worker(streams, workers, alive)
         or _lost_groups(alive, last_death)
         or _waiting_worker(streams, alive)
+        or _lost_holder(streams, workers)
         or _stalled(streams, alive)
         or _slowest(streams, alive)
     )
@@ -137,28 +139,55 @@ def _stalled(streams: Mapping[Stream, Depth], alive: Sequence[WorkerInfo]) -> Li
     )
 
 
+def _lost_holder(streams: Mapping[Stream, Depth], workers: Sequence[WorkerInfo]) -> Limit | None:
+    """Groups that nobody may touch yet, because a worker that is gone has claimed them."""
+    lost = {worker.worker_id for worker in workers if not worker.is_alive}
+    for role, stream in reversed(_STAGES):
+        held = {holder: number for holder, number in streams[stream].holders.items() if holder in lost}
+        if held and _pace(workers).get("limited_by") != "trainer":
+            return Limit(
+                stage=role,
+                reason=f"{few(held)}, lost, still holds {sum(held.values())} of {streams[stream].length} groups of "
+                f"{stream.value}; others take them over when the lease lapses (queues.lease_s)",
+            )
+    return None
+
+
 def _slowest(streams: Mapping[Stream, Depth], alive: Sequence[WorkerInfo]) -> Limit:
     for worker in alive:
         if _number(worker, "busy_s") > _STALLED_AFTER_S:
             what, seconds = worker.status.get("busy_with"), _number(worker, "busy_s")
             return Limit(stage=worker.role, reason=f"the {worker.role} has been busy with {what} for {seconds:.0f} s")
-    trainers = [worker for worker in alive if worker.role == "trainer"]
-    idle = min(_number(worker, "idle_ratio") for worker in trainers)
-    if idle < _TRAINER_IDLE_RATIO and streams[Stream.SCORED].length:
-        return Limit(stage="trainer", reason=f"the trainer is busy {1 - idle:.0%} of the time and groups wait for it")
+    pace = _pace(alive)
+    if not pace:
+        return _fullest(streams)
+    stage = str(pace["limited_by"])
+    waited = f"in the last {pace['pace_s']:.0f} s the trainer waited {pace['waited_ratio']:.0%} of the time"
+    if stage == "trainer":
+        return Limit(stage=stage, reason=waited)
     stale = [worker for worker in alive if worker.status.get("idle_cause") == "stale_weights"]
     stale = [worker for worker in stale if _number(worker, "idle_ratio") > _STALE_WEIGHTS_RATIO]
-    if stale and len(stale) == sum(worker.role == "generator" for worker in alive):
-        return Limit(stage="weights", reason="generators wait for newer weights most of the time")
+    if stage == "generator" and stale and len(stale) == sum(worker.role == "generator" for worker in alive):
+        return Limit(stage="weights", reason=f"{waited}, and generators wait for newer weights much of it")
+    where = f"groups spent {pace['generation_s']:.1f} s until generated, {pace['scoring_s']:.1f} s until scored"
+    return Limit(stage=stage, reason=f"{waited}; {where}")
+
+
+def _pace(workers: Sequence[WorkerInfo]) -> Mapping[str, Json]:
+    """What the trainer concludes from its last steps; empty before the first."""
+    said = (worker.status for worker in workers if worker.role == "trainer" and worker.is_alive)
+    return next((status for status in said if "limited_by" in status), {})
+
+
+def _fullest(streams: Mapping[Stream, Depth]) -> Limit:
+    """Before the first step there is nothing to go by but the queues of this instant."""
     prompts, rollouts = streams[Stream.PROMPTS].length, streams[Stream.ROLLOUTS].length
     if prompts + rollouts == 0:
         return Limit(stage="trainer", reason="no group is on its way: the trainer is feeding, or at its end")
     role, stream, length = ("generator", Stream.PROMPTS, prompts)
     if rollouts > prompts:
         role, stream, length = ("scorer", Stream.ROLLOUTS, rollouts)
-    return Limit(
-        stage=role, reason=f"{length} groups are in {stream.value}, and the trainer waits {idle:.0%} of the time"
-    )
+    return Limit(stage=role, reason=f"{length} groups are in {stream.value}, and no step is done yet")
 
 
 def _still_s(alive: Sequence[WorkerInfo]) -> float:

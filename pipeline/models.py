@@ -18,13 +18,11 @@ import torch
 from pipeline.config import LoraSettings, ModelSettings
 from pipeline.errors import ConfigError, ModelError, few
 from pipeline.hub import require_on_hub
+from pipeline.model_files import require_configuration, require_tokenizer, require_weights
 from pipeline.model_weights import ADAPTER_MARK, dtype_named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
 def resolve_device(name: str, *, setting: str = "generation.device") -> torch.device:
@@ -62,7 +60,8 @@ def load_model(
     adapter is initialised on the CPU from `seed`, so that every worker starts from the same one.
     Raises ModelError.
     """
-    _check_files(model, _WEIGHT_FILES, "weights (*.safetensors)")
+    require_weights(model)
+    _require_somewhere(model)
     with quiet():
         loaded = _load_pretrained(model, dtype)
     loaded.requires_grad_(trainable and lora.rank == 0)
@@ -73,31 +72,33 @@ def load_model(
     return loaded.train(trainable)
 
 
-def load_skeleton(model: ModelSettings, lora: LoraSettings) -> torch.nn.Module:
-    """The policy without its weights: names, shapes and types of all tensors. Raises ModelError."""
+def load_skeleton(model: ModelSettings, lora: LoraSettings, *, attention: str = "") -> torch.nn.Module:
+    """The policy without its weights: names, shapes and types of all tensors.
+
+    attention: an implementation that must be there; empty takes any. Raises ModelError.
+    """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     config = load_config(model)
     with quiet(), torch.device("meta"):
         make: Any = AutoModelForCausalLM.from_config  # carries no annotations
-        skeleton = make(config, trust_remote_code=model.trust_remote_code)
+        try:
+            wanted = {"attn_implementation": attention} if attention else {}
+            skeleton = make(config, trust_remote_code=model.trust_remote_code, **wanted)
+        except (OSError, ValueError, ImportError) as error:
+            how = f" with model.attention = {attention!r}" if attention else ""
+            raise ModelError(f"model.path = {model.path!r} cannot be loaded{how}: {_short(error)}") from error
         with contextlib.suppress(OSError):
             skeleton.generation_config = GenerationConfig.from_pretrained(model.path)
         return _with_adapter(skeleton, lora, seed=0) if lora.rank else skeleton
-
-
-def check_model_files(model: ModelSettings) -> None:
-    """Whether a directory holds all that a model needs, without reading it. Raises ModelError."""
-    _check_files(model, ("config.json",), "configuration (config.json)")
-    _check_files(model, _WEIGHT_FILES, "weights (*.safetensors)")
-    _check_files(model, _TOKENIZER_FILES, "tokenizer (tokenizer.json)")
 
 
 def load_config(model: ModelSettings) -> PreTrainedConfig:
     """The model's Hugging Face configuration. Raises ModelError."""
     from transformers import AutoConfig
 
-    _check_files(model, ("config.json",), "configuration (config.json)")
+    require_configuration(model)
+    _require_somewhere(model)
     try:
         with quiet():
             return cast(
@@ -112,7 +113,8 @@ def load_tokenizer(model: ModelSettings) -> PreTrainedTokenizerBase:
     """The model's tokenizer. Raises ModelError."""
     from transformers import AutoTokenizer
 
-    _check_files(model, _TOKENIZER_FILES, "tokenizer (tokenizer.json)")
+    require_tokenizer(model)
+    _require_somewhere(model)
     try:
         with quiet():
             return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
@@ -190,20 +192,10 @@ def _linear_names(model: torch.nn.Module) -> set[str]:
     return {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
 
 
-def _check_files(model: ModelSettings, patterns: tuple[str, ...], what: str) -> None:
-    """A directory is looked into here; the Hub is asked for anything else that has the form of its ids."""
-    if not model.path:
-        raise ModelError("model.path is empty; set it to the directory of a Hugging Face causal language model")
-    directory = Path(model.path).expanduser()
-    if directory.is_dir():
-        if not any(match for pattern in patterns for match in directory.glob(pattern)):
-            raise ModelError(f"model.path = {model.path!r} has no {what}; point it to a complete checkpoint")
-        return
-    if directory.exists():
-        raise ModelError(f"model.path = {model.path!r} is a file; point it to the directory of a checkpoint")
-    if directory.is_absolute() or model.path.startswith((".", "~")) or model.path.count("/") > 1:
-        raise ModelError(f"model.path = {model.path!r} does not exist; point it to the directory of a checkpoint")
-    require_on_hub(model.path)
+def _require_somewhere(model: ModelSettings) -> None:
+    """What is no directory must be on the Hub, which is asked before libraries that ask again and again."""
+    if not Path(model.path).expanduser().is_dir():
+        require_on_hub(model.path)
 
 
 @contextmanager

@@ -17,13 +17,13 @@ from pipeline.config import Config
 from pipeline.evaluation import EvaluationReport
 from pipeline.lifecycle import WorkerContext
 from pipeline.messages import ScoredGroup
+from pipeline.pace import Pace
 from pipeline.recorder import LOST_FILE, Recorder
 from pipeline.recovery import TrainerState
 from pipeline.staleness import assess
 from pipeline.streams import DropReason, Lease
 from pipeline.tracking import create_trackers
 
-_WAITING_SHARE = 0.2
 _GAUGES = ("reward_mean", "loss", "grad_norm", "importance_ratio_mean", "mismatch_kl", "clip_fraction")
 
 
@@ -34,6 +34,7 @@ class Progress:
         self._context = context
         self._config = config
         self._recorder = Recorder(config.run_dir, "trainer")
+        self._pace = Pace()
         self._trackers = create_trackers(
             config.tracking, config.run_dir, config.run.name, config.model_dump(mode="json")
         )
@@ -67,13 +68,14 @@ class Progress:
             tracker.log(state.step, row)
         dropped_now = dropped - self._dropped
         self._observe(state, groups, row, trainer_version, dropped)
-        limit = "generation or scoring" if waited_s > _WAITING_SHARE * row["wall_s"] else "training"
+        self._pace.step(groups, ended_at=self._last_step_at, wall_s=row["wall_s"], waited_s=waited_s)
+        pace = self._pace.describe()
         self._context.set_status(
             step=state.step,
             reward_mean=row.get("reward_mean"),
-            tokens_per_s=row["tokens_per_s"],
             staleness_mean=row.get("staleness_mean"),
-            limited_by=limit,
+            max_staleness=self._config.staleness.max_staleness,
+            **pace,
         )
         self._context.log.info(
             "step",
@@ -84,7 +86,7 @@ class Progress:
             unscored=round(row.get("unscored_completions", 0.0)),
             dropped={reason.value: count for reason, count in dropped_now.items()},
             weight_version=state.version,
-            limited_by=limit,
+            limited_by=pace["limited_by"],
         )
 
     def _row(

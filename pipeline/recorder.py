@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsFloat, TypeAlias, cast
 
@@ -203,6 +203,16 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [by_step[step] for step in sorted(by_step)]
 
 
+def last_metrics(run_dir: Path, names: Collection[str]) -> dict[str, Any]:
+    """The newest record, and with it the newest value of each name, wherever that was recorded last."""
+    found: dict[str, Any] = {}
+    for record in _records(_lines_backwards(run_dir / METRICS_FILE)):
+        found = record | found
+        if all(name in found for name in names):
+            break
+    return found
+
+
 def all_samples(run_dir: Path) -> Iterator[dict[str, Any]]:
     """Every sample record, oldest first."""
     return _records(_lines(run_dir / SAMPLES_FILE))
@@ -258,8 +268,9 @@ def _lines_backwards(path: Path) -> Iterator[bytes]:
         yield rest
 
 
-def plot_curve(run_dir: Path, png: Path) -> Path | None:
+def plot_curve(run_dir: Path, png: Path, *, temperature: float = 1.0, eval_temperature: float = 0.0) -> Path | None:
     """The learning curve as a picture; None without matplotlib or without records. See `pipeline.curve`."""
     from pipeline.curve import draw
 
-    return draw(read_metrics(run_dir), png, title=run_dir.name)
+    records = read_metrics(run_dir)
+    return draw(records, png, title=run_dir.name, temperature=temperature, eval_temperature=eval_temperature)

@@ -21,6 +21,7 @@ from pipeline.errors import CheckpointError, RunConflictError
 from pipeline.learner import Learner
 from pipeline.lifecycle import WorkerContext
 from pipeline.messages import Json, PromptGroup
+from pipeline.run_record import IDENTITY_FILE
 from pipeline.wire import decode
 
 _LOCK_WAIT_S = 0.5
@@ -58,7 +59,7 @@ class Recovery:
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
         self._checkpoints = Checkpoints(context.config.run_dir / "checkpoints", context.config.checkpoint)
-        self._identity_file = context.config.run_dir / "run.json"
+        self._identity_file = context.config.run_dir / IDENTITY_FILE
 
     async def become_the_trainer(self) -> bool:
         """Wait until no other trainer holds the run; False when the worker drains before that.
@@ -100,7 +101,7 @@ class Recovery:
             )
         self.remember(0)
 
-    def remember(self, version: int) -> None:
+    def remember(self, version: int, **more: Json) -> None:
         """Keep on disk which run in Redis this directory belongs to, and the newest version it has used.
 
         Redis may come back without its data, and generators may be elsewhere; numbers that were
@@ -110,11 +111,17 @@ class Recovery:
             "run": self._context.config.run.name,
             "run_id": self._context.run_id,
             "weight_version": max(version, self._last_version()),
+            **more,
         }
         self._identity_file.parent.mkdir(parents=True, exist_ok=True)
         aside = self._identity_file.with_suffix(".writing")
         aside.write_text(json.dumps(identity) + "\n", encoding="utf-8")
         aside.replace(self._identity_file)
+
+    async def conclude(self, version: int, ended: str | None) -> None:
+        """Keep the accounts on disk, for when Redis is gone. ended: why the run is over; None when it may go on."""
+        ledger = dataclasses.asdict(await self._context.streams.ledger())
+        self.remember(version, ended=ended, ledger=ledger)
 
     def _read_identity(self) -> dict[str, Json]:
         try:

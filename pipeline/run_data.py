@@ -25,10 +25,11 @@ _SCRIPTED_CONTEXT = 1 << 20
 class RunData:
     """Training prompts and held-out prompts.
 
-    held_out: None where data.eval_path is empty.
+    source: the rows of `training` in feeding order. held_out: None where data.eval_path is empty.
     """
 
     config: Config
+    training: Dataset
     source: PromptSource
     held_out: Dataset | None
     encode: Encode
@@ -49,20 +50,18 @@ class RunData:
         )
 
 
-def load_run_data(config: Config) -> RunData:
-    """Load what the trainer feeds. Raises ConfigError, DataError, ModelError."""
+def load_run_data(config: Config, *, max_rows: int | None = None) -> RunData:
+    """Load what the trainer feeds, or the first so many rows. Raises ConfigError, DataError, ModelError."""
     encode, max_context = _tokenizer(config)
     sampling = sampling_params(config)
     max_prompt_tokens = _max_prompt_tokens(config, max_context)
-    dataset = _training_set(config)
+    dataset = training_set(config, max_rows=max_rows)
     order = PromptOrder(len(dataset), seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs)
-    held_out = None
-    if config.data.eval_path:
-        held_out = Dataset.load(config.data.eval_path, config.data.eval_split, config.data)
-    if config.data.epochs == 0 and config.trainer.max_steps == 0:
-        raise ConfigError("trainer.max_steps = 0 and data.epochs = 0 would never end: set one of them above 0")
+    held_out = held_out_set(config, max_rows=max_rows)
+    check_end(config)
     return RunData(
         config=config,
+        training=dataset,
         source=PromptSource(dataset, order, encode=encode, sampling=sampling, max_prompt_tokens=max_prompt_tokens),
         held_out=held_out,
         encode=encode,
@@ -86,14 +85,28 @@ def sampling_params(config: Config) -> SamplingParams:
     )
 
 
-def _training_set(config: Config) -> Dataset:
+def check_end(config: Config) -> None:
+    """Raises ConfigError where nothing would ever end the run."""
+    if config.data.epochs == 0 and config.trainer.max_steps == 0:
+        raise ConfigError("trainer.max_steps = 0 and data.epochs = 0 would never end: set one of them above 0")
+
+
+def training_set(config: Config, *, max_rows: int | None = None) -> Dataset:
+    """The rows to train on, or the first so many. Raises ConfigError, DataError."""
     if config.data.path:
-        return Dataset.load(config.data.path, config.data.split, config.data)
+        return Dataset.load(config.data.path, config.data.split, config.data, max_rows=max_rows)
     if config.generation.engine == "scripted":
         return Dataset(
             "scripted prompts", [Row(number=i + 1, prompt=f"prompt {i}", columns={}) for i in range(_SCRIPTED_ROWS)]
         )
     raise ConfigError('data.path = "": name a JSONL or parquet file, or a Hub data set id')
+
+
+def held_out_set(config: Config, *, max_rows: int | None = None) -> Dataset | None:
+    """The rows to evaluate on, or the first so many; None without any. Raises ConfigError, DataError."""
+    if not config.data.eval_path:
+        return None
+    return Dataset.load(config.data.eval_path, config.data.eval_split, config.data, max_rows=max_rows)
 
 
 def _tokenizer(config: Config) -> tuple[Encode, int]:

@@ -32,9 +32,10 @@ class RunStatus:
     run: name. run_id: None when nobody has joined. at: Unix seconds by Redis's clock.
     weight_version: newest of the trainer. is_paused, stop_reason: what people or the trainer asked
     for. trainer: worker id that holds the trainer's lock. step, reward_mean, eval_reward,
-    staleness_mean (versions), tokens_per_s (trained): as the trainer last said; None before that.
-    generated_tokens_per_s: sum over generators. streams: by name, in order of flow. ledger: where
-    all groups went; ledger_balances: whether it adds up. workers: lost ones included.
+    staleness_mean (versions): of the last step; None before that. max_staleness: its bound, as the
+    trainer has it. tokens_per_s (trained) and
+    generated_tokens_per_s (sum over generators): over the last minute. streams: by name, in order of
+    flow. ledger: where all groups went; ledger_balances: whether it adds up. workers: lost ones included.
     limit: what holds the run back. redis_memory_bytes: None where the server does not tell.
     """
 
@@ -49,6 +50,7 @@ class RunStatus:
     reward_mean: float | None
     eval_reward: float | None
     staleness_mean: float | None
+    max_staleness: int | None
     tokens_per_s: float | None
     generated_tokens_per_s: float
     streams: Mapping[Stream, Depth]
@@ -68,7 +70,7 @@ async def collect(redis: Redis, keys: Keys) -> RunStatus:
     streams = await accounts.depths()
     ledger = await accounts.ledger()
     said = next((worker.status for worker in workers if worker.worker_id == facts.trainer), {})
-    step = _number(said.get("step"))
+    step = _whole(said.get("step"))
     return RunStatus(
         run=keys.run,
         run_id=facts.run_id,
@@ -77,10 +79,11 @@ async def collect(redis: Redis, keys: Keys) -> RunStatus:
         is_paused=facts.is_paused,
         stop_reason=facts.stop_reason,
         trainer=facts.trainer,
-        step=None if step is None else int(step),
+        step=step,
         reward_mean=_number(said.get("reward_mean")),
         eval_reward=_number(said.get("eval_reward")),
         staleness_mean=_number(said.get("staleness_mean")),
+        max_staleness=_whole(said.get("max_staleness")),
         tokens_per_s=_number(said.get("tokens_per_s")) if step is not None else None,
         generated_tokens_per_s=sum(
             _number(worker.status.get("tokens_per_s")) or 0.0
@@ -105,3 +108,7 @@ async def _memory(redis: Redis) -> int | None:
 
 def _number(value: object) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
+
+
+def _whole(value: object) -> int | None:
+    return int(value) if isinstance(value, (int, float)) else None

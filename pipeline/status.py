@@ -6,21 +6,27 @@ workers. Programs read the carrier itself (`rollstream status --json`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from pipeline.keys import Stream
+from pipeline.ledger import Depth
 from pipeline.limits import Limit, limiting_stage
 from pipeline.messages import Json
 from pipeline.roster import WorkerInfo
 from pipeline.run_status import RunStatus, collect
 
-__all__ = ["Limit", "RunStatus", "collect", "limiting_stage", "render"]
+__all__ = ["Limit", "RunStatus", "collect", "limiting_stage", "render", "stream_table", "worker_table"]
 
 
 def render(status: RunStatus) -> str:
     """The status as plain text, without a line break at the end."""
-    parts = [_headline(status), _limit(status), "", *_streams(status), "", *_ledger(status)]
+    parts = [_headline(status), _limit(status)]
+    if status.streams:
+        parts += ["", *stream_table(status.streams)]
+    if status.streams or status.ledger.fed:
+        parts += ["", *_ledger(status)]
     if status.workers:
-        parts += ["", *_workers(status.workers)]
+        parts += ["", *worker_table(status.workers)]
     return "\n".join(parts)
 
 
@@ -30,11 +36,13 @@ def _headline(status: RunStatus) -> str:
     facts += _said("version", status.weight_version)
     facts += _said("reward", status.reward_mean, ".3f")
     facts += _said("eval", status.eval_reward, ".3f")
-    facts += _said("staleness", status.staleness_mean, ".2f")
-    if status.generated_tokens_per_s:
-        facts.append(f"{status.generated_tokens_per_s:,.0f} tokens/s generated")
-    if status.tokens_per_s:
-        facts.append(f"{status.tokens_per_s:,.0f} tokens/s trained")
+    if status.staleness_mean is not None:
+        bound = "" if status.max_staleness is None else f" (bound {status.max_staleness})"
+        facts.append(f"staleness {status.staleness_mean:.2f}{bound}")
+    rates = [(status.generated_tokens_per_s, "generated"), (status.tokens_per_s, "trained")]
+    said = [f"{rate:,.0f} {what}" for rate, what in rates if rate]
+    if said:
+        facts.append(f"tokens/s in the last minute: {', '.join(said)}")
     if status.is_paused:
         facts.append("PAUSED")
     return "  ".join(facts)
@@ -47,7 +55,8 @@ def _limit(status: RunStatus) -> str:
     return f"{'BLOCKED by' if limit.is_blocked else 'limited by'} {limit.stage}: {limit.reason}"
 
 
-def _streams(status: RunStatus) -> list[str]:
+def stream_table(streams: Mapping[Stream, Depth]) -> list[str]:
+    """Lines: how many groups wait in each stream, how many are in work, and for how long."""
     rows = [
         (
             name.value,
@@ -57,7 +66,7 @@ def _streams(status: RunStatus) -> list[str]:
             _age(depth.oldest_waiting_s),
             _age(depth.oldest_pending_s),
         )
-        for name, depth in status.streams.items()
+        for name, depth in streams.items()
     ]
     return _table(("stream", "groups", "waiting", "in work", "oldest waiting", "oldest in work"), rows)
 
@@ -76,7 +85,9 @@ def _ledger(status: RunStatus) -> list[str]:
     return lines + (["  ".join(extra)] if extra else [])
 
 
-def _workers(workers: Sequence[WorkerInfo]) -> list[str]:
+def worker_table(workers: Sequence[WorkerInfo], *, has_address: bool = False) -> list[str]:
+    """Lines: what each worker does; its rates are those of the last minute."""
+    headers = ["worker", "state", "version", "groups/s", "tokens/s", "idle", "seen", "waits for"]
     rows = [
         (
             worker.worker_id,
@@ -85,12 +96,13 @@ def _workers(workers: Sequence[WorkerInfo]) -> list[str]:
             _field(worker.status.get("groups_per_s"), ".2f"),
             _field(worker.status.get("tokens_per_s"), ",.0f"),
             _field(worker.status.get("idle_ratio"), ".0%"),
-            f"{worker.age_s:.0f} s",
-            str(worker.status.get("waiting_for") or ""),
+            f"{worker.age_s:.0f} s ago",
+            str(worker.status.get("waiting_for") or "") if worker.is_alive else "",
+            *([worker.address] if has_address else []),
         )
         for worker in workers
     ]
-    return _table(("worker", "state", "version", "groups/s", "tokens/s", "idle", "seen", "waits for"), rows)
+    return _table([*headers, *(["address"] if has_address else [])], rows)
 
 
 def _said(name: str, value: float | None, form: str = "d") -> list[str]:

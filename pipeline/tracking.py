@@ -178,13 +178,18 @@ def create_trackers(
         "wandb": lambda: _Wandb(settings.project, run_dir, run_name, config),
         "trackio": lambda: _Trackio(settings.project, run_name, config),
     }
+    require_trackers(settings)
+    return [BackgroundTracker(name, openers[name]) for name in dict.fromkeys(settings.trackers)]
+
+
+def require_trackers(settings: TrackingSettings) -> None:
+    """Raises ConfigError for a tracker that is not installed."""
     for name in settings.trackers:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
                 f"tracking.trackers names {name!r}, which is not installed: "
                 "pip install rollstream[tracking], or take it out of the list"
             )
-    return [BackgroundTracker(name, openers[name]) for name in dict.fromkeys(settings.trackers)]
 
 
 def _finite(metrics: Numbers) -> dict[str, float]:

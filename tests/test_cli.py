@@ -78,6 +78,7 @@ def test_every_command_explains_itself(words: tuple[str, ...], ask) -> None:
         (("up", "--generators", "0"), "--generators"),
         (("streams", "requeue"), "--all"),
         (("streams", "peek", "nowhere"), "nowhere"),
+        (("streams", "peek"), "Missing argument '{prompts|rollouts|scored}'. Choose from: prompts, rollouts, scored"),
         (("rollouts", "show", "00000001"), "no sample of group '00000001'"),
         (("config", "show", "--run", "a b"), "run.name = 'a b'"),
     ],
@@ -89,6 +90,12 @@ def test_a_mistake_ends_with_code_2_and_lines_that_say_error(words: tuple[str, .
     assert answer.out == ""
     assert said in answer.err
     assert all(line.startswith("error: ") for line in answer.err.splitlines())
+
+
+@pytest.mark.parametrize("words", [("streams", "peek"), ("drain",), ("streams", "peek", "x"), ("up", "--scorers", "x")])
+def test_a_mistake_on_the_command_line_is_one_line(words: tuple[str, ...], ask) -> None:
+    (line,) = ask(*words).err.splitlines()
+    assert "\t" not in line
 
 
 def test_a_server_that_does_not_answer_ends_with_code_3_and_no_password(ask) -> None:

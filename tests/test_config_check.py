@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from pipeline.cli import run
 from pipeline.config import Config
-from pipeline.config_check import check
+from pipeline.config_check import MAX_ROWS, Report, check, check_quickly
 from pipeline.config_files import load_config
 from pipeline.errors import ConfigError
 from tests.tiny import make_tiny_model
@@ -43,8 +45,117 @@ def complaint(config: Config) -> str:
     return str(caught.value)
 
 
+def rows_in(folder: Path, *rows: dict[str, object]) -> str:
+    """A setting that names a file with these rows."""
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"data.path='{file}'"
+
+
+def facts(report: Report, subject: str) -> str:
+    return "\n".join(text for seen, text in report.facts if seen == subject)
+
+
 def test_good_settings_pass(settings: list[str]) -> None:
     check(load(settings))
+
+
+def test_what_was_looked_at_is_said(settings: list[str]) -> None:
+    report = check(load(settings, "lora.rank=2"))
+    assert "3 rows; columns besides the prompt: answer" in facts(report, "data")
+    assert facts(report, "rewards") == "exact_match (weight 1)"
+    assert "2 to 2 tokens, up to 120 fit" in facts(report, "prompts")
+    assert "context 128 tokens" in facts(report, "model")
+    assert "rank 2" in facts(report, "adapter")
+    assert "private" in facts(report, "server")
+    assert report.warnings == []
+
+
+@pytest.mark.parametrize(
+    ("function", "lacking"),
+    [("tests.rewards.samples:is_right", "answer"), ("tests.rewards.samples:sees", "seen"), ("exact_match", "answer")],
+)
+def test_a_column_that_a_reward_asks_for_and_the_data_lack_is_named(
+    function: str, lacking: str, settings: list[str], tmp_path: Path
+) -> None:
+    data = rows_in(tmp_path, {"prompt": "ab", "solution": "ba"})
+    text = complaint(load(settings, data, f"scoring.rewards=[{{function='{function}'}}]"))
+    assert f"'{function}'" in text
+    assert "rows.jsonl, row 1" in text
+    assert f"'{lacking}'" in text
+    assert "solution" in text
+    assert "completion_ids" not in text
+
+
+def test_a_column_that_the_settings_stand_in_for_may_be_lacking(settings: list[str], tmp_path: Path) -> None:
+    data = rows_in(tmp_path, {"prompt": "ab"})
+    check_quickly(load(settings, data, "scoring.rewards=[{function='tests.rewards.samples:scaled'}]"))
+
+
+def test_a_reward_of_the_user_is_not_called(settings: list[str]) -> None:
+    check_quickly(load(settings, "scoring.rewards=[{function='tests.rewards.samples:dies'}]"))
+
+
+def test_a_row_that_lacks_what_a_reward_asks_for_is_named(settings: list[str], tmp_path: Path) -> None:
+    data = rows_in(tmp_path, {"prompt": "a", "answer": "a"}, {"prompt": "b", "answer": "b"}, {"prompt": "c"})
+    assert "row 3" in complaint(load(settings, data))
+
+
+def test_rows_with_other_columns_are_a_warning_where_rewards_do_without(settings: list[str], tmp_path: Path) -> None:
+    data = rows_in(tmp_path, {"prompt": "a", "answer": "a"}, {"prompt": "b"})
+    (warning,) = check_quickly(load(settings, data, "scoring.rewards=[{function='length'}]")).warnings
+    assert "row 2 lacks answer" in warning
+
+
+def test_held_out_rows_are_tried_too(settings: list[str], tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"prompt": "ab"}\n')
+    assert "held_out.jsonl, row 1" in complaint(load(settings, f"data.eval_path='{held_out}'"))
+
+
+def test_chat_prompts_need_a_chat_template(settings: list[str], model_dir: Path, tmp_path: Path) -> None:
+    mute = shutil.copytree(model_dir, tmp_path / "mute")
+    (mute / "chat_template.jinja").unlink()
+    data = rows_in(tmp_path, {"prompt": [{"role": "user", "content": "ab"}], "answer": "ba"})
+    check(load(settings, data))
+    assert "chat template" in complaint(load(settings, data, f"model.path='{mute}'"))
+
+
+def test_prompts_of_which_none_fits_are_found_and_some_are_a_warning(settings: list[str], tmp_path: Path) -> None:
+    long, short = {"prompt": "a" * 125, "answer": ""}, {"prompt": "a", "answer": ""}
+    (warning,) = check(load(settings, rows_in(tmp_path, short, long))).warnings
+    assert "1 of 2 prompts" in warning
+    assert "row 2" in warning
+    assert "every prompt is longer than 120 tokens" in complaint(load(settings, rows_in(tmp_path, long, long)))
+
+
+def test_a_big_file_is_looked_at_where_it_begins(settings: list[str], tmp_path: Path) -> None:
+    data = rows_in(tmp_path, *[{"prompt": "ab", "answer": "ba"}] * (MAX_ROWS + 2))
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write("no row at all\n")
+    assert f"the first {MAX_ROWS} rows" in facts(check_quickly(load(settings, data)), "data")
+
+
+def test_a_server_that_does_not_answer_is_a_warning(settings: list[str]) -> None:
+    (warning,) = check(load(settings, "redis.url='redis://user:hunter2@127.0.0.1:1'")).warnings
+    assert "does not answer" in warning
+    assert "hunter2" not in warning
+
+
+def test_the_server_that_answers_is_named(settings: list[str], valkey_url: str) -> None:
+    assert "Valkey" in facts(check(load(settings, f"redis.url='{valkey_url}'")), "server")
+
+
+def test_the_quick_check_downloads_nothing(settings: list[str]) -> None:
+    check_quickly(load(settings, "data.path='someone/some-data'"))
+
+
+def test_the_command_prints_what_was_looked_at(settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    options = [word for setting in settings for word in ("--set", setting)]
+    assert run(["config", "check", *options]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith("OK\n")
+    assert {"data", "rewards", "prompts", "model", "server"} <= {line.split()[0] for line in out.splitlines()}
 
 
 @pytest.mark.parametrize(
@@ -57,10 +168,17 @@ def test_good_settings_pass(settings: list[str]) -> None:
         ("model.path='./nowhere'", "model.path"),
         ("generation.max_tokens=1000000", "generation.max_tokens"),
         ("weights.server_secret_key_file='nowhere.key'", "weights.server_secret_key_file"),
+        ("weights.server_public_key=abc", "weights.server_public_key"),
+        ("tracking.trackers=['trackio']", "trackio"),
+        ("lora.rank=2 lora.target_modules=['nothing']", "lora.target_modules"),
+        ("model.attention=nonsense", "model.attention = 'nonsense'"),
+        ("generation.device='cuda:99'", "generation.device"),
+        ("trainer.device='nowhere'", "trainer.device"),
+        ("trainer.max_steps=0 data.epochs=1 trainer.schedule=cosine", "trainer.schedule"),
     ],
 )
 def test_what_is_missing_is_named_with_its_setting(override: str, said: str, settings: list[str]) -> None:
-    assert said in complaint(load(settings, override))
+    assert said in complaint(load(settings, *override.split()))
 
 
 def test_a_model_without_weights_is_found(settings: list[str], model_dir: Path, tmp_path: Path) -> None:

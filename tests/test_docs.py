@@ -100,6 +100,12 @@ def test_a_command_in_the_documentation_can_be_given(line: str) -> None:
         check(shlex.split(part))
 
 
+def test_the_demo_is_said_to_take_as_long_everywhere() -> None:
+    said = "about a minute"
+    assert said in (cli.commands["demo"].help or "")
+    assert said in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_a_command_that_is_wrong_is_found() -> None:
     for line in ("rollstream upp", "rollstream up --generatorz 2", "make no-such-target", "no-such-program"):
         with pytest.raises((click.UsageError, subprocess.CalledProcessError, AssertionError)):

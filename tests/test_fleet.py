@@ -58,7 +58,7 @@ async def test_silent_worker_is_lost_and_later_forgotten(fleet: Fleet, redis: Re
     await make_silent(redis, keys, "scorer-a", 10)
     (lost,) = await fleet.workers()
     assert not lost.is_alive
-    await make_silent(redis, keys, "scorer-a", 1000)
+    await make_silent(redis, keys, "scorer-a", 180)
     assert await fleet.workers() == []
     assert not await redis.hexists(keys.workers, "scorer-a")
 
@@ -94,6 +94,15 @@ async def test_drain_by_role_reaches_all_that_are_there_and_nobody_later(fleet: 
     assert [(await fleet.beat(worker(name))).drain for name in ("a", "b")] == [True, True]
     assert not (await fleet.beat(worker("t", role="trainer"))).drain
     assert not (await fleet.register(worker("late"))).drain
+
+
+async def test_a_lost_worker_is_not_asked_to_leave(fleet: Fleet, redis: Redis, keys: Keys) -> None:
+    await fleet.register(worker("there"))
+    await fleet.register(worker("gone"))
+    await make_silent(redis, keys, "gone", 60)
+    assert await fleet.drain("scorer") == ["there"]
+    assert await fleet.drain("gone") == []
+    assert not await redis.hexists(keys.control, "drain:gone")
 
 
 async def test_drain_of_nobody_says_so(fleet: Fleet) -> None:

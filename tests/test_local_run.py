@@ -33,6 +33,7 @@ async def test_workers_get_their_role_the_settings_and_the_server(tmp_path: Path
     assert lines["trainer"].startswith(f"['trainer', '-c', '{run.config_file}'] {url}")
     assert (written.worker.port, written.worker.log_format) == (0, "console"), "no two workers want the same port"
     assert written.trainer.num_threads == 3
+    assert written.redis.url.get_secret_value() == "embedded", "the file serves for another run"
 
 
 def test_the_server_is_found_while_the_run_lasts_and_gone_after_it(tmp_path: Path) -> None:

@@ -96,6 +96,30 @@ def test_rates_are_differences_over_time() -> None:
     assert said["progress_age_s"] == 0
 
 
+def test_rates_of_steps_that_take_longer_than_the_window_do_not_jump() -> None:
+    metrics, now = Metrics("r", "trainer", "w"), [0.0]
+    rates = Rates(metrics, clock=lambda: now[0])
+    said = []
+    for number in range(1, 500):
+        now[0] = 2.0 * number
+        if number % 45 == 0:
+            metrics.groups_out_total.inc(90)
+            metrics.tokens_out_total.inc(9000)
+        said.append(rates.measure()["tokens_per_s"])
+    assert set(said[45:]) == {100.0}
+
+
+def test_rates_fall_when_a_step_is_long_overdue() -> None:
+    metrics, now = Metrics("r", "trainer", "w"), [0.0]
+    rates = Rates(metrics, clock=lambda: now[0])
+    for now[0] in (10.0, 20.0):
+        metrics.tokens_out_total.inc(1000)
+        said = [rates.measure()["tokens_per_s"]]
+    for now[0] in (70.0, 90.0, 900.0):
+        said.append(rates.measure()["tokens_per_s"])
+    assert said == [100.0, 100.0, 12.5, 1.1]
+
+
 def test_progress_ages_while_nothing_moves() -> None:
     metrics, now = Metrics("r", "generator", "w"), [100.0]
     rates = Rates(metrics, clock=lambda: now[0])

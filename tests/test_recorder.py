@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from pipeline.curve import how_sampled
 from pipeline.messages import Json
 from pipeline.recorder import Recorder, find_sample, plot_curve, read_metrics, tail_samples
 from tests.groups import make_prompt, make_scored
@@ -147,6 +148,10 @@ def test_a_full_disk_is_logged_once_counted_and_survived(tmp_path: Path) -> None
     (tmp_path / "metrics.jsonl").unlink()
     records.metrics(4, {"reward_mean": 0.1})
     assert [step["step"] for step in read_metrics(tmp_path)] == [4]
+
+
+def test_the_legend_says_how_each_reward_was_sampled() -> None:
+    assert (how_sampled(0.0), how_sampled(0.7)) == ("greedy", "sampled at temperature 0.7")
 
 
 def test_the_learning_curve_is_a_png(tmp_path: Path) -> None:

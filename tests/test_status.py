@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
+from pipeline.accounts import Accounts
 from pipeline.config import QueueSettings
-from pipeline.fleet import Fleet, WorkerInfo
+from pipeline.fleet import Fleet
 from pipeline.keys import Keys, Stream
 from pipeline.leases import Death
 from pipeline.ledger import Depth
@@ -20,36 +21,7 @@ from pipeline.roster import RunFacts
 from pipeline.run_metrics import RunCollector
 from pipeline.status import Limit, collect, limiting_stage, render
 from pipeline.streams import Entry, Streams
-
-RUNNING: dict[str, Json] = {"ready": True, "state": "running", "progress_age_s": 0.5, "idle_ratio": 0.5}
-
-
-def depths(prompts: int = 0, rollouts: int = 0, scored: int = 0, *, pending: int = 0) -> dict[Stream, Depth]:
-    lengths = dict(zip(Stream, (prompts, rollouts, scored), strict=True))
-    return {
-        stream: Depth(
-            length=length,
-            pending=min(pending, length),
-            backlog=length - min(pending, length),
-            oldest_pending_s=70.0,
-            oldest_waiting_s=3.0,
-        )
-        for stream, length in lengths.items()
-    }
-
-
-def worker(role: str, *, is_alive: bool = True, **status: Json) -> WorkerInfo:
-    return WorkerInfo(
-        worker_id=f"{role}-a", role=role, host="h", pid=1, is_alive=is_alive, status={**RUNNING, **status}
-    )
-
-
-def everyone(**of_all: Json) -> list[WorkerInfo]:
-    return [worker(role, **of_all) for role in ("generator", "scorer", "trainer")]
-
-
-def limit(streams: Mapping[Stream, Depth], workers: list[WorkerInfo], **facts: object) -> Limit:
-    return limiting_stage(streams, workers, RunFacts(at=0.0, **{"run_id": "x", **facts}))  # type: ignore[arg-type]
+from tests.run_states import depths, everyone, limit, worker
 
 
 def test_without_workers_the_run_is_over_or_blocked() -> None:
@@ -134,19 +106,28 @@ def test_groups_that_are_all_filtered_are_named() -> None:
 
 def test_a_few_that_die_on_the_way_are_nothing_to_speak_of() -> None:
     few = worker("trainer", dead_in_step=3, dropped_in_step=4, held=1, groups_per_step=8)
-    assert "step" not in limit(depths(8, 2), [worker("generator"), worker("scorer"), few]).reason
+    assert "since the last step" not in limit(depths(8, 2), [worker("generator"), worker("scorer"), few]).reason
 
 
-@pytest.mark.parametrize(
-    ("streams", "trainer_idle", "stage"),
-    [(depths(20, 2), 0.6, "generator"), (depths(2, 20), 0.6, "scorer"), (depths(2, 2, 16), 0.02, "trainer")],
-)
-def test_work_piles_up_in_front_of_the_slowest(
-    streams: Mapping[Stream, Depth], trainer_idle: float, stage: str
-) -> None:
-    workers = [worker("generator"), worker("scorer"), worker("trainer", idle_ratio=trainer_idle)]
-    found = limit(streams, workers)
+@pytest.mark.parametrize(("streams", "stage"), [(depths(20, 2), "generator"), (depths(2, 20), "scorer")])
+def test_before_the_first_step_the_fuller_queue_shows_the_slowest(streams: Mapping[Stream, Depth], stage: str) -> None:
+    found = limit(streams, everyone())
     assert (found.stage, found.is_blocked) == (stage, False)
+    assert "no step is done yet" in found.reason
+
+
+async def test_groups_that_a_lost_worker_holds_are_a_cause_of_their_own(redis: Redis, keys: Keys) -> None:
+    await a_run(redis, keys)
+    lost = worker("generator", is_alive=False)
+    streams = await Accounts(redis, keys, consumer="test").depths()
+    assert streams[Stream.PROMPTS].holders == {"scorer-a": 1}
+    holder = replace(lost, worker_id="scorer-a")
+    found = limit(streams, [*everyone(), holder])
+    assert (found.stage, found.is_blocked) == ("generator", False)
+    assert "scorer-a, lost, still holds 1 of 3 groups of prompts" in found.reason
+    assert "queues.lease_s" in found.reason
+    busy = worker("trainer", limited_by="trainer", waited_ratio=0.0, pace_s=9.0)
+    assert limit(streams, [*everyone()[:2], busy, holder]).stage == "trainer"
 
 
 async def a_run(redis: Redis, keys: Keys) -> None:
@@ -158,7 +139,7 @@ async def a_run(redis: Redis, keys: Keys) -> None:
     said: dict[str, dict[str, Json]] = {
         "generator": {"tokens_per_s": 800.0, "weight_version": 11},
         "scorer": {},
-        "trainer": {"step": 12, "reward_mean": 0.5, "tokens_per_s": 640.0, "staleness_mean": 1.25},
+        "trainer": {"step": 12, "reward_mean": 0.5, "tokens_per_s": 640.0, "staleness_mean": 1.25, "max_staleness": 2},
     }
     for role, status in said.items():
         await fleet.register(worker(role, **status))
@@ -191,7 +172,9 @@ async def test_text_names_the_limit_the_queues_the_ledger_and_the_workers(redis:
     await a_run(redis, keys)
     text = render(await collect(redis, keys))
     assert f"run {keys.run}  step 12  version 12  reward 0.500" in text
+    assert "staleness 1.25 (bound 2)" in text
     assert "limited by generator: 3 groups are in prompts" in text
+    assert "tokens/s in the last minute: 800 generated, 640 trained" in text
     assert "fed 3 = trained 0 + dropped 0 + dead 0 + live 3" in text
     assert "trainer-a" in text
 

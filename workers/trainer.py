@@ -80,6 +80,7 @@ class Trainer:
                 for helper in helpers:
                     helper.cancel()
             await self._save(is_last=True)
+            await self._recovery.conclude(self._state.version, ended)
             if ended:
                 await self._context.fleet.stop(ended)
         finally:

@@ -67,7 +67,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     try:
         result = cli.main(args=argv, prog_name="rollstream", standalone_mode=False)
     except click.ClickException as error:
-        return _fail(error.format_message(), USAGE)
+        # Some of click's messages are lists that it breaks into lines and tabs.
+        return _fail(" ".join(error.format_message().split()), USAGE)
     except RollstreamError as error:
         return _fail(str(error), error.exit_code)
     except (click.Abort, KeyboardInterrupt):

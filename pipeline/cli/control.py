@@ -56,18 +56,20 @@ def resume(sources: Sources) -> int:
 @takes_config
 def drain(sources: Sources, target: str) -> int:
     """Let a worker, or all of a role, hand back its work and exit."""
-    from pipeline.errors import UsageError
+    from pipeline.errors import UsageError, few
 
-    async def body(redis: Redis, keys: Keys) -> list[str]:
+    async def body(redis: Redis, keys: Keys) -> tuple[list[str], list[str]]:
         from pipeline.fleet import Fleet
 
         fleet = Fleet(redis, keys)
         await fleet.refuse_unknown()
-        return await fleet.drain(target)
+        meant = [worker for worker in await fleet.workers() if target in {worker.role, worker.worker_id}]
+        return await fleet.drain(target), [worker.worker_id for worker in meant if not worker.is_alive]
 
-    chosen = with_redis(sources, body)
+    chosen, lost = with_redis(sources, body)
     if not chosen:
-        raise UsageError(f"no worker has the role or id {target!r}; `rollstream workers` lists them")
+        why = f"; {few(lost)}: lost, nothing is left to drain" if lost else ""
+        raise UsageError(f"no worker with the role or id {target!r} is alive{why}; `rollstream workers` lists them")
     for worker_id in chosen:
         click.echo(f"draining {worker_id}")
     return 0

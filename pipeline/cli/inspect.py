@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from pipeline.cli.options import Sources, as_json, takes_config, with_redis
-from pipeline.cli.output import echo_json, echo_table, words
+from pipeline.cli.output import echo_json, echo_table
 from pipeline.errors import UsageError
 from pipeline.keys import Keys, Stream
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
+    from pipeline.config import Config
     from pipeline.fleet import WorkerInfo
     from pipeline.leases import DeadLetter, Queued
     from pipeline.ledger import Depth, Ledger
@@ -41,9 +42,10 @@ as_count = click.option("-n", "--count", type=click.IntRange(min=1), default=10,
 @click.option("--watch", "is_watch", is_flag=True, help="Go on until Ctrl-C.")
 @as_json
 def status(sources: Sources, is_watch: bool, is_json: bool) -> int:
-    """Show queues, workers, progress, and which stage limits the rate."""
+    """Show queues, workers, progress, and which stage limits the rate; of a run that has ended, how it ended."""
     from pipeline.status import render
 
+    is_watch = is_watch and not _is_without_server(sources.load())
     while True:
         now = _collect_status(sources)
         if is_json:
@@ -61,7 +63,8 @@ def status(sources: Sources, is_watch: bool, is_json: bool) -> int:
 @takes_config
 @as_json
 def workers(sources: Sources, is_json: bool) -> int:
-    """List the workers of a run and what they last said."""
+    """List the workers of a run; --json adds all that they last said."""
+    from pipeline.status import worker_table
 
     async def body(redis: Redis, keys: Keys) -> list[WorkerInfo]:
         from pipeline.fleet import Fleet
@@ -72,11 +75,7 @@ def workers(sources: Sources, is_json: bool) -> int:
     if is_json:
         echo_json(found)
         return 0
-    rows = [
-        (w.worker_id, w.role, "alive" if w.is_alive else "lost", f"{w.age_s:.1f}", w.address, words(w.status))
-        for w in found
-    ]
-    echo_table(("worker", "role", "state", "seen_s", "address", "says"), rows, nothing="no workers")
+    click.echo("\n".join(worker_table(found, has_address=True)) if found else "no workers")
     return 0
 
 
@@ -89,6 +88,7 @@ def streams(context: click.Context, sources: Sources, is_json: bool) -> int:
     context.obj = sources
     if context.invoked_subcommand is not None:
         return 0
+    from pipeline.status import stream_table
 
     async def body(streams: Streams) -> tuple[Mapping[Stream, Depth], Ledger]:
         return await streams.depths(), await streams.ledger()
@@ -97,11 +97,7 @@ def streams(context: click.Context, sources: Sources, is_json: bool) -> int:
     if is_json:
         echo_json({"streams": depths, "ledger": ledger, "balances": ledger.balances})
         return 0
-    rows = [
-        (name, d.length, d.pending, d.backlog, f"{d.oldest_pending_s:.1f}", f"{d.oldest_waiting_s:.1f}")
-        for name, d in depths.items()
-    ]
-    echo_table(("stream", "length", "pending", "backlog", "oldest_pending_s", "oldest_waiting_s"), rows)
+    click.echo("\n".join(stream_table(depths)))
     verdict = "balances" if ledger.balances else "DOES NOT BALANCE"
     click.echo(
         f"ledger {verdict}: fed {ledger.fed} = trained {ledger.trained} + dropped {ledger.num_dropped}"
@@ -229,13 +225,29 @@ def list_checkpoints(sources: Sources, is_json: bool) -> int:
     return 0
 
 
+def _is_without_server(config: Config) -> bool:
+    """Whether the run's own server has ended with its `up`."""
+    from pipeline.server_address import find_server
+
+    return config.redis.url.get_secret_value() == "embedded" and find_server(config.run_dir) is None
+
+
 def _collect_status(sources: Sources) -> RunStatus:
+    from pipeline.run_record import as_status, complete, read_record
+
+    config = sources.load()
+    if _is_without_server(config) and (record := read_record(config.run_dir)) is not None:
+        return as_status(record)
+
     async def body(redis: Redis, keys: Keys) -> RunStatus:
         from pipeline.status import collect
 
         return await collect(redis, keys)
 
-    return with_redis(sources, body)
+    now = with_redis(sources, body)
+    if now.step is None and (record := read_record(config.run_dir)) is not None:
+        return complete(now, record)
+    return now
 
 
 def _with_streams(sources: Sources, body: Callable[[Streams], Awaitable[R]], *, must_exist: bool = False) -> R:

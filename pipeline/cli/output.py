@@ -29,15 +29,6 @@ def echo_table(headers: Sequence[str], rows: Sequence[Sequence[object]], nothing
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
-def words(fields: Mapping[str, object]) -> str:
-    """`step=3 tokens_per_s=812.5`."""
-    return " ".join(f"{key}={_short(value)}" for key, value in fields.items())
-
-
-def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return _plain(asdict(value))

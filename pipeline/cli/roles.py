@@ -66,12 +66,16 @@ def up(sources: Sources, num_generators: int, num_scorers: int, has_exporter: bo
     import time
 
     from pipeline.cli.console import Console
+    from pipeline.config_check import check_quickly
     from pipeline.local_run import Crew, LocalRun
     from pipeline.run_summary import summary_lines
 
     started = time.monotonic()
+    config = sources.load()
+    for warning in check_quickly(config).warnings:
+        click.echo(f"warning: {warning}", err=True)
     crew = Crew(num_generators=num_generators, num_scorers=num_scorers, has_exporter=has_exporter)
-    with LocalRun(sources.load(), crew) as run:
+    with LocalRun(config, crew) as run:
         console = Console(run.names)
         console.say(f"run {run.config.run.name!r} in {run.config.run_dir}")
         supervisor = run.supervisor(console.on_line, console.on_exit, console.on_drain)
@@ -101,7 +105,7 @@ def demo(
     directory: Path | None,
     is_json: bool,
 ) -> int:
-    """Watch a tiny model learn, with all processes, in about two minutes on two CPU cores."""
+    """Watch a tiny model learn, with all processes, in about a minute on two CPU cores."""
     from pipeline.demo.command import run_demo
 
     return run_demo(

@@ -38,10 +38,14 @@ def show_config(sources: Sources, is_json: bool, is_reference: bool) -> int:
 @config.command("check")
 @takes_config
 def check_config(sources: Sources) -> int:
-    """Check the settings and everything they name: files, reward functions, model."""
+    """Check the settings and everything they name: data, reward functions, prompts, model."""
     from pipeline.config_check import check
 
-    check(sources.load())
+    report = check(sources.load())
+    for subject, text in report.facts:
+        click.echo(f"{subject:<8}  {text}")
+    for warning in report.warnings:
+        click.echo(f"warning: {warning}", err=True)
     click.echo("OK")
     return 0
 

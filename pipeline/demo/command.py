@@ -118,12 +118,18 @@ def _show(config: Config, summary: dict[str, Any], ledger: Ledger | None) -> Non
     click.echo(
         f"\nheld-out exact match {summary['eval_before']:.2f} -> {summary['eval_after']:.2f} "
         f"in {summary['steps']} steps and {summary['rl_wall_s']:.0f} s; "
-        f"staleness {summary['staleness_mean']:.2f} on average, {summary['staleness_max']:.0f} at most"
+        f"staleness {summary['staleness_mean']:.2f} on average, {summary['staleness_max']:.0f} at most "
+        f"(bound {summary['max_staleness']})"
     )
     click.echo(f"{summary['mixed_completions']} completions went on in mid-sentence while the weights changed")
     if ledger is not None:
         click.echo(ledger_line(ledger))
-    curve = plot_curve(config.run_dir, config.run_dir / "curve.png")
+    curve = plot_curve(
+        config.run_dir,
+        config.run_dir / "curve.png",
+        temperature=config.generation.temperature,
+        eval_temperature=config.evaluation.temperature,
+    )
     if curve is not None:
         click.echo(f"learning curve: {curve}")
     click.echo(f"run directory: {config.run_dir}")

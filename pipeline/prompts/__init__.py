@@ -9,6 +9,15 @@ restores exactly. Nothing here samples tokens or holds a model; only the tokenis
 from pipeline.prompts.dataset import Dataset, Row
 from pipeline.prompts.encoding import Encode, chat_encoder
 from pipeline.prompts.order import PromptOrder
-from pipeline.prompts.source import PromptSource, evaluation_groups
+from pipeline.prompts.source import PromptSource, evaluation_groups, prompt_lengths
 
-__all__ = ["Dataset", "Encode", "PromptOrder", "PromptSource", "Row", "chat_encoder", "evaluation_groups"]
+__all__ = [
+    "Dataset",
+    "Encode",
+    "PromptOrder",
+    "PromptSource",
+    "Row",
+    "chat_encoder",
+    "evaluation_groups",
+    "prompt_lengths",
+]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from pipeline.config import DataSettings
 from pipeline.errors import DataError
@@ -30,27 +31,37 @@ class Row:
 
 
 class Dataset:
-    """Rows by index. name: the file or Hub id, for messages."""
+    """Rows by index. name: the file or Hub id, for messages. is_cut: there are more rows than were read."""
 
-    def __init__(self, name: str, rows: Iterable[Row]) -> None:
+    def __init__(self, name: str, rows: Iterable[Row], *, max_rows: int | None = None) -> None:
+        remaining = iter(rows)
         self.name = name
-        self._rows = list(rows)
+        self._rows = list(islice(remaining, max_rows))
+        self.is_cut = next(remaining, None) is not None
         if not self._rows:
             raise DataError(f"{name}: no rows; give at least one prompt")
 
     @classmethod
-    def load(cls, path: str, split: str, settings: DataSettings) -> Dataset:
-        """Read and check every row.
+    def load(cls, path: str, split: str, settings: DataSettings, *, max_rows: int | None = None) -> Dataset:
+        """Read and check every row, or the first so many.
 
         Raises DataError for what is wrong with the data, ConfigError where a reader is missing.
         """
-        return cls(path, (_row(path, number, fields, settings) for number, fields in read_rows(path, split)))
+        rows = (_row(path, number, fields, settings) for number, fields in read_rows(path, split))
+        return cls(path, rows, max_rows=max_rows)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
         return self._rows[index]
+
+    def kinds(self) -> dict[frozenset[str], int]:
+        """Sets of columns that rows have, each with the first row that has it."""
+        first: dict[frozenset[str], int] = {}
+        for index, row in enumerate(self._rows):
+            first.setdefault(frozenset(row.columns), index)
+        return first
 
     def where(self, index: int) -> str:
         """Name of a row, for messages."""

@@ -39,6 +39,11 @@ def read_rows(path: str, split: str) -> Iterator[tuple[int, RawRow]]:
     return _read_hub(path, split)
 
 
+def is_on_hub(path: str) -> bool:
+    """Whether reading it may mean to download it."""
+    return Path(path).suffix.lower() not in _JSONL | _PARQUET and not Path(path).exists()
+
+
 def _read_jsonl(file: Path) -> Iterator[tuple[int, RawRow]]:
     try:
         with file.open("rb") as lines:

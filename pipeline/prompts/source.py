@@ -131,6 +131,11 @@ def evaluation_groups(
     return groups
 
 
+def prompt_lengths(dataset: Dataset, encode: Encode) -> list[int]:
+    """Tokens of every prompt, in the order of the file. Raises DataError, ConfigError."""
+    return [len(_token_ids(dataset, index, encode)) for index in range(len(dataset))]
+
+
 def _token_ids(dataset: Dataset, index: int, encode: Encode) -> TokenIds:
     try:
         token_ids = encode(dataset[index].prompt)

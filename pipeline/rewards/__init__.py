@@ -14,13 +14,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipeline.rewards.loading import Reward, load_rewards
+    from pipeline.rewards.loading import Reward, TrialRow, load_rewards
     from pipeline.rewards.pool import RewardPool, RewardStats
 
-__all__ = ["Reward", "RewardPool", "RewardStats", "load_rewards"]
+__all__ = ["Reward", "RewardPool", "RewardStats", "TrialRow", "load_rewards"]
 
 _HOMES = {
     "Reward": "pipeline.rewards.loading",
+    "TrialRow": "pipeline.rewards.loading",
     "load_rewards": "pipeline.rewards.loading",
     "RewardPool": "pipeline.rewards.pool",
     "RewardStats": "pipeline.rewards.pool",

@@ -21,7 +21,14 @@ from typing import Any
 from pipeline.errors import RewardLoadError
 from pipeline.rewards import frames
 from pipeline.rewards.columns import MissingColumnError
-from pipeline.rewards.functions import RewardFunction, load_function, missing_argument, place_of, traceback_of
+from pipeline.rewards.functions import (
+    RewardFunction,
+    load_function,
+    missing_argument,
+    place_of,
+    traceback_of,
+    try_on_row,
+)
 
 _FLOAT32_MAX = 3.4e38
 _MAX_DETAIL_CHARS = 4000
@@ -72,6 +79,7 @@ def _load(sock: socket.socket, home: int) -> list[RewardFunction] | None:
     try:
         with _ending_copies(home):
             functions = [load_function(reward["function"], reward["kwargs"]) for reward in order["rewards"]]
+            _try(functions, order)
     except RewardLoadError as error:
         problem = " ".join(str(error).split())  # one line, whatever the user's code raised
         frames.send(sock, {"number": order["number"], "error": problem})
@@ -80,13 +88,25 @@ def _load(sock: socket.socket, home: int) -> list[RewardFunction] | None:
     return functions
 
 
+def _try(functions: Sequence[RewardFunction], order: frames.Frame) -> None:
+    """One empty completion of every row. Raises RewardLoadError."""
+    for row in order["rows"]:
+        arguments = _arguments(row | {"texts": [""], "token_ids": [b""]})
+        for function, reward in zip(functions, order["rewards"], strict=True):
+            try_on_row(function, reward["function"], _passed(function, arguments), row["where"])
+
+
+def _passed(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What the settings say goes before a column of the same name."""
+    return {name: value for name, value in arguments.items() if name not in function.keywords}
+
+
 def _answer(function: RewardFunction, frame: frames.Frame, runner: asyncio.Runner) -> frames.Frame:
     try:
         arguments = _arguments(frame)
         if (missing := missing_argument(function, arguments)) is not None:
             raise MissingColumnError(missing, arguments.keys() - _RESERVED)
-        # What the settings say goes before a column of the same name.
-        returned = function(**{name: value for name, value in arguments.items() if name not in function.keywords})
+        returned = function(**_passed(function, arguments))
         if inspect.isawaitable(returned):
             returned = runner.run(_awaited(returned))
         return {"values": _values(returned, len(frame["texts"]))}

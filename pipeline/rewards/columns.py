@@ -32,5 +32,5 @@ def column(columns: Mapping[str, Sequence[Any]], name: str, num_completions: int
     if num_completions == 0:
         return []
     if name not in columns:
-        raise MissingColumnError(name, columns)
+        raise MissingColumnError(name, columns.keys() - {"completion_ids"})
     return columns[name]

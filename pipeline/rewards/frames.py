@@ -3,7 +3,7 @@
 In: plain values. Out: the same values at the other end of a socket. Imports next to nothing,
 because every child process pays for it.
 
-    scorer -> child   {number, rewards: [{function, kwargs}], path: [...]}    once
+    scorer -> child   {number, rewards: [{function, kwargs}], rows: [...], path: [...]}    once
     child  -> scorer  {number, ready: true} or {number, error: text}
     scorer -> child   {number, reward: index, prompt, texts, token_ids, columns}
     child  -> scorer  {number, values: [number, None or {error: text}]} or {number, error: text, detail: traceback}
@@ -11,6 +11,7 @@ because every child process pays for it.
     `is_useless` beside an error: no other group would fare better.
 
 The number counts what the scorer has asked; an answer carries that of its question.
+rows: of the data set, {where, prompt, columns}, for the functions to be tried on; none in a scorer.
 """
 
 from __future__ import annotations

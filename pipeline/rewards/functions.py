@@ -198,6 +198,26 @@ def _check_signature(found: Callable[..., Any], function: str, kwargs: Mapping[s
             )
 
 
+def try_on_row(bound: RewardFunction, function: str, arguments: Mapping[str, Any], where: str) -> None:
+    """Whether a row has all that the function asks for. Raises RewardLoadError.
+
+    A shipped reward is called. One of the user's is not: it may cost money, or have effects.
+    """
+    columns = [name for name in arguments if name not in _PASSED_ALWAYS]
+    if (missing := missing_argument(bound, arguments)) is not None:
+        raise RewardLoadError(
+            f"{function!r}, {where}: missing a required argument: {missing!r}, which is no column; there are: "
+            f"{', '.join(sorted(columns)) or 'none'}. Rename the column, name the value in kwargs, or give the "
+            "parameter a default."
+        )
+    if function not in SHIPPED:
+        return
+    try:
+        bound(**arguments)
+    except Exception as error:
+        raise RewardLoadError(f"{function!r}, {where}: {error}") from error
+
+
 def _try_on_nothing(bound: RewardFunction, function: str) -> None:
     """Shipped rewards check their settings and optional packages before they look at completions."""
     try:

@@ -1,6 +1,6 @@
 """Reward settings, checked: every function exists and can be called as a reward.
 
-In: `[[scoring.rewards]]`. Out: `Reward`s. The check imports the functions in a child process, so
+In: `[[scoring.rewards]]`, rows of the data. Out: `Reward`s. The check imports the functions in a child process, so
 that neither their imports nor their mistakes reach the worker.
 """
 
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from pipeline.config import RewardSettings
 from pipeline.errors import RewardLoadError
+from pipeline.messages import Json, Prompt
 from pipeline.rewards import frames
 from pipeline.rewards.functions import short_name
 from pipeline.rewards.process import RewardProcess, order_for
@@ -33,12 +34,24 @@ class Reward:
     kwargs: dict[str, object]
 
 
-def load_rewards(settings: Sequence[RewardSettings]) -> list[Reward]:
-    """The rewards of a run, each importable and of the right shape. Raises RewardLoadError."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRow:
+    """A row that rewards are tried on. where: file and row, for messages. columns: all but the prompt."""
+
+    where: str
+    prompt: Prompt
+    columns: Mapping[str, Json]
+
+
+def load_rewards(settings: Sequence[RewardSettings], rows: Sequence[TrialRow] = ()) -> list[Reward]:
+    """The rewards of a run, each importable, of the right shape, and able to deal with these rows.
+
+    Functions of the user are not called. Raises RewardLoadError.
+    """
     rewards = name_rewards(settings)
     # The caller may or may not run an event loop already; a thread of its own serves both.
     with ThreadPoolExecutor(max_workers=1) as executor:
-        executor.submit(asyncio.run, _check(order(rewards))).result()
+        executor.submit(asyncio.run, _check(order(rewards, rows))).result()
     return rewards
 
 
@@ -71,9 +84,10 @@ def name_rewards(settings: Sequence[RewardSettings]) -> list[Reward]:
     return rewards
 
 
-def order(rewards: Sequence[Reward]) -> frames.Frame:
-    """What a reward process is told to load."""
-    return order_for([(reward.function, reward.kwargs) for reward in rewards])
+def order(rewards: Sequence[Reward], rows: Sequence[TrialRow] = ()) -> frames.Frame:
+    """What a reward process is told to load, and to try it on."""
+    trials = [{"where": row.where, "prompt": row.prompt, "columns": dict(row.columns)} for row in rows]
+    return order_for([(reward.function, reward.kwargs) for reward in rewards], trials)
 
 
 async def _check(order: frames.Frame) -> None:

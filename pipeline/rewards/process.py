@@ -194,9 +194,10 @@ def _start_child(sock: socket.socket, *, group: int) -> subprocess.Popen[bytes]:
     )
 
 
-def order_for(functions: Sequence[tuple[str, dict[str, object]]]) -> frames.Frame:
-    """What a new process is told first: functions with their kwargs, and where else to look for modules."""
+def order_for(functions: Sequence[tuple[str, dict[str, object]]], rows: Sequence[frames.Frame] = ()) -> frames.Frame:
+    """What a new process is told first: functions with kwargs, rows to try them on, where else modules are."""
     return {
         "rewards": [{"function": function, "kwargs": kwargs} for function, kwargs in functions],
+        "rows": list(rows),
         "path": [os.getcwd()],
     }

@@ -152,11 +152,29 @@ def test_a_second_up_of_the_same_run_is_refused(up: Callable[..., Up]) -> None:
 
 
 def test_a_mistake_that_only_a_worker_can_see_ends_up_with_code_2(up: Callable[..., Up]) -> None:
-    one = up("a", "--set", "scoring.rewards=[{function='nowhere:nothing'}]")
+    useless = "{function='tests.rewards.samples:returns_what_is_asked',kwargs={what=['nothing']}}"
+    one = up("a", "--set", f"scoring.rewards=[{useless}]")
     assert one.process.wait(DEADLINE_S) == 2, one.log.read_text()
     last = one.log.read_text().splitlines()[-1]
     assert last.startswith("error: ")
-    assert "nowhere" in last
+    assert "returned NoneType" in last
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("data.path='nowhere.jsonl'", "nowhere.jsonl"),
+        ("scoring.rewards=[{function='nowhere:nothing'}]", "nowhere"),
+        ("generation.engine=transformers", "model.path"),
+    ],
+)
+def test_a_mistake_that_can_be_seen_beforehand_starts_nothing(setting: str, said: str, up: Callable[..., Up]) -> None:
+    one = up("a", "--set", setting)
+    assert one.process.wait(DEADLINE_S) == 2
+    lines = one.log.read_text().splitlines()
+    assert all(line.startswith("error: ") for line in lines)
+    assert said in lines[0]
+    assert not one.run_dir.exists()
 
 
 def test_an_up_whose_private_server_died_says_so_and_ends(up: Callable[..., Up]) -> None:

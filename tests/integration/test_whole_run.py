@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.run_record import read_record
 from tests.integration.harness import SCRIPTED, running
 
 
@@ -21,6 +22,12 @@ async def test_a_run_ends_by_itself_and_every_group_is_accounted_for(
         assert ledger.fed == ledger.trained
         assert ledger.uncommitted == 0
         assert [row["step"] for row in run.metrics] == list(range(1, 11))
+        record = read_record(run.config.run_dir)
+        assert record is not None
+        assert (record.step, record.ended, record.ledger) == (10, "all 10 steps are done", ledger)
+        said = (await run.command("status")).out
+        assert f"run {run_name}  step 10  version 10  reward" in said
+        assert "the run is over: all 10 steps are done" in said
 
 
 OUR_NAMES = ("reward", "step", "prompts", "event", "level", "timestamp", "weight_version", "time", "role", "num_scored")

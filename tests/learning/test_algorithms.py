@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -271,3 +272,20 @@ def test_unknown_name_is_refused_with_the_nearest_known_one() -> None:
         resolve_algorithm(AlgorithmSettings(loss="ppo_clp"))
     with pytest.raises(ConfigError, match=r"algorithm\.preset = 'xyz' is not known\. There are: grpo"):
         resolve_algorithm(AlgorithmSettings(preset="xyz"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "table"),
+    [
+        ("preset", PRESETS),
+        ("advantage", ADVANTAGES),
+        ("loss", LOSSES),
+        ("correction", CORRECTIONS),
+        ("aggregation", AGGREGATIONS),
+    ],
+)
+def test_the_description_of_a_setting_lists_the_names_in_its_table(setting: str, table: dict[str, object]) -> None:
+    description = AlgorithmSettings.model_fields[setting].description or ""
+    assert set(description.rpartition(": ")[2].removesuffix(".").split(", ")) == set(table)
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in page or f'"{name}"' in page for name in table)

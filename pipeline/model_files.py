@@ -1,0 +1,52 @@
+"""Whether a model's directory holds what a model needs, without reading it.
+
+In: `[model]`. Out: nothing, or a `ModelError` that names the setting and the way out. Imports no
+torch, so that it can be asked before anything is started.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.config import ModelSettings
+from pipeline.errors import ModelError
+
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
+
+def check_model_files(model: ModelSettings) -> None:
+    """All that a model needs is there. Raises ModelError."""
+    require_configuration(model)
+    require_weights(model)
+    require_tokenizer(model)
+
+
+def require_configuration(model: ModelSettings) -> None:
+    """Raises ModelError where there is no config.json."""
+    _check_files(model, ("config.json",), "configuration (config.json)")
+
+
+def require_weights(model: ModelSettings) -> None:
+    """Raises ModelError where there are no weights."""
+    _check_files(model, _WEIGHT_FILES, "weights (*.safetensors)")
+
+
+def require_tokenizer(model: ModelSettings) -> None:
+    """Raises ModelError where there is no tokenizer."""
+    _check_files(model, _TOKENIZER_FILES, "tokenizer (tokenizer.json)")
+
+
+def _check_files(model: ModelSettings, patterns: tuple[str, ...], what: str) -> None:
+    """A directory is looked into here; anything else that has a Hub id's form is left to the Hub."""
+    if not model.path:
+        raise ModelError("model.path is empty; set it to the directory of a Hugging Face causal language model")
+    directory = Path(model.path).expanduser()
+    if directory.is_dir():
+        if not any(match for pattern in patterns for match in directory.glob(pattern)):
+            raise ModelError(f"model.path = {model.path!r} has no {what}; point it to a complete checkpoint")
+        return
+    if directory.exists():
+        raise ModelError(f"model.path = {model.path!r} is a file; point it to the directory of a checkpoint")
+    if directory.is_absolute() or model.path.startswith((".", "~")) or model.path.count("/") > 1:
+        raise ModelError(f"model.path = {model.path!r} does not exist; point it to the directory of a checkpoint")
