@@ -37,6 +37,10 @@ def _engine(config: Config) -> None:
             'generation.engine = "vllm": vLLM is not installed; pip install "rollstream[vllm]", '
             'or set generation.engine = "transformers"'
         )
+    if config.generation.engine == "openai":
+        from pipeline.engines.openai_checks import check_settings
+
+        check_settings(config)
 
 
 def _keys(config: Config) -> None:

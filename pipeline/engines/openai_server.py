@@ -1,0 +1,284 @@
+"""One vLLM server that runs already: how it is asked, how it gets weights, and whether it can be relied on.
+
+In: requests for tokens, and descriptions of weights. Out: segments with the versions that the server
+itself recorded. A server in which something is not as it should be is out of rotation, and what it
+was asked ends at once; it comes back with the newest weights or not at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import aiohttp
+
+from pipeline.config import Config
+from pipeline.engines.openai_answers import Answer, ForeignWeightsError, PassingError, events, refusal
+from pipeline.engines.openai_checks import api_key, base_url, can_fetch, check_server, served_name
+from pipeline.engines.vllm_outputs import Segment
+from pipeline.engines.vllm_worker import STATUS
+from pipeline.errors import ConfigError, RollstreamError
+from pipeline.logs import get_logger
+
+_CONNECT_TIMEOUT_S = 10.0
+_KEEP_ALIVE_S = 2.0  # vLLM closes what was idle for 5
+_MAX_FAILURES = 3  # answers that may pass, one after the other, until a server is taken out
+_TOKENS_PER_EVENT = 16  # each event costs both sides about as much as a token of a small model
+
+log = get_logger()
+
+
+class RemoteServer:
+    """One server. Everything but the constructor belongs to one event loop.
+
+    url: how it is named. trouble: why it is out of rotation; empty otherwise. weight_version: that it
+    was given last. is_local: whether it can map memory of this process; None before it was asked.
+    """
+
+    def __init__(self, url: str, config: Config, *, context: int) -> None:
+        self.url = base_url(url)
+        self.trouble = "it was not asked yet"
+        self.weight_version: int | None = None
+        self.is_local: bool | None = None
+        self.num_outstanding = 0
+        self.num_tokens = 0
+        self._config = config
+        self._context = context
+        self._model = ""
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
+        self._known_versions: set[int] = set()
+        self._in_flight: set[asyncio.Timeout] = set()
+        self._num_failures = 0
+        self._progress_at = time.monotonic()
+        self._is_updating = False
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether it answers and is as it should be."""
+        return not self.trouble
+
+    @property
+    def is_in_rotation(self) -> bool:
+        """Whether it may be asked for tokens."""
+        return not self.trouble and self.weight_version is not None
+
+    async def close(self) -> None:
+        """Break off what is under way. Safe to call twice."""
+        self._drop("the engine was closed")
+        while self._sessions:
+            await self._sessions.popitem()[1].close()
+
+    # Connecting
+
+    async def connect(self, probe: Mapping[str, Any], *, proof: str) -> None:
+        """Ask whether it is all that is needed. Raises ConfigError, PassingError. probe, proof: of `InitInfo`."""
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                self._model = served_name(await self._get("/v1/models"), self._config.generation.openai.model)
+                vllm = (await self._get("/server_info?config_format=json"))["vllm_config"]
+                check_server(vllm, self._config, context=self._context)
+                is_fetching = can_fetch(vllm)
+                await self._check_tokens_route()
+                self.is_local = await self._can_map(probe, proof)
+        except (aiohttp.ClientError, OSError) as error:
+            raise PassingError(f"it cannot be reached: {type(error).__name__}: {error}") from error
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise PassingError(f"what it says of itself cannot be understood: {error!r}") from error
+        if not self.is_local and not is_fetching:
+            raise ConfigError(
+                "it shares no memory with this process, so its workers fetch weights themselves; "
+                "start it with --worker-extension-cls pipeline.engines.vllm_worker.Extension"
+            )
+        self.trouble = ""
+
+    async def _check_tokens_route(self) -> None:
+        """An empty request is refused; how, says whether the route is there."""
+        async with self._session("tokens").post(self.url + "/inference/v1/generate", json={}) as response:
+            error = refusal(response.status, await response.read())
+        if response.status == 404:
+            raise ConfigError("it has no route for tokens; vLLM 0.32 or newer is needed")
+        if isinstance(error, ConfigError):
+            raise error
+
+    async def _can_map(self, probe: Mapping[str, Any], proof: str) -> bool:
+        try:
+            await self.post("/init_weight_transfer_engine", {"init_info": {"shared": probe, "proof": proof}})
+        except PassingError:
+            return False
+        return True
+
+    # Tokens
+
+    async def complete(self, token_ids: list[int], sampling: Mapping[str, Any]) -> Segment:
+        """What the server draws behind `token_ids`. sampling: of vLLM's `SamplingParams`.
+
+        Cancelling it ends the request at the server. Raises PassingError, EngineError, ConfigError.
+        """
+        self.num_outstanding += 1
+        try:
+            segment = await self._until_taken_out(token_ids, sampling)
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            if not self.trouble:
+                self._note_failure(PassingError(f"the connection failed: {type(error).__name__}: {error}"))
+            raise PassingError(f"{self.url}: {self.trouble or error!r}") from error
+        except PassingError as error:
+            self._note_failure(error)
+            raise PassingError(f"{self.url}: {error}") from error
+        except RollstreamError as error:
+            raise type(error)(f"{self.url}: {error}") from error
+        finally:
+            self.num_outstanding -= 1
+        self._num_failures = 0
+        return segment
+
+    async def _until_taken_out(self, token_ids: list[int], sampling: Mapping[str, Any]) -> Segment:
+        async with asyncio.timeout(None) as limit:
+            if not self._in_flight:
+                self._progress_at = time.monotonic()
+            self._in_flight.add(limit)
+            try:
+                return await self._streamed(token_ids, sampling)
+            finally:
+                self._in_flight.discard(limit)
+
+    async def _streamed(self, token_ids: list[int], sampling: Mapping[str, Any]) -> Segment:
+        request = {
+            "model": self._model,
+            "token_ids": token_ids,
+            # The salt keeps what an older version read out of the cache from being used for a newer one.
+            "cache_salt": f"rollstream-{self.weight_version}",
+            "sampling_params": {**sampling, "stream_interval": _TOKENS_PER_EVENT},
+            "stream": True,
+        }
+        answer = Answer()
+        async with self._session("tokens").post(self.url + "/inference/v1/generate", json=request) as response:
+            if response.status != 200:
+                raise refusal(response.status, await response.read())
+            async for event in events(response.content.iter_any()):
+                self.num_tokens += answer.add(event)
+                self._progress_at = time.monotonic()
+        return answer.segment(self._known_versions)
+
+    def _note_failure(self, error: PassingError) -> None:
+        self._num_failures += 1
+        if isinstance(error, ForeignWeightsError) or self._num_failures >= _MAX_FAILURES:
+            self.take_out(str(error))
+
+    # Rotation
+
+    def take_out(self, reason: str) -> None:
+        """Out of rotation: what it was asked ends with PassingError now."""
+        if reason != self.trouble:
+            log.warning("server_out_of_rotation", url=self.url, reason=reason, num_requests=len(self._in_flight))
+        self._drop(reason)
+
+    def _drop(self, reason: str) -> None:
+        self.trouble, self.weight_version, self._num_failures = reason, None, 0
+        for request in self._in_flight:
+            if not request.expired():
+                request.reschedule(asyncio.get_running_loop().time())
+
+    def check_progress(self) -> None:
+        """Take it out where it has yielded nothing for too long."""
+        stall_s = self._config.generation.openai.stall_s
+        if self._in_flight and not self._is_updating and time.monotonic() - self._progress_at > stall_s:
+            self.take_out(f"{len(self._in_flight)} requests got no token in {stall_s:g} s")
+
+    # Weights
+
+    async def fetch(self, newer_than: int, publisher: Mapping[str, str], settings: Mapping[str, Any]) -> int:
+        """Let its workers fetch a version above `newer_than`; returns which it is. Generation goes on.
+
+        Raises PassingError. It takes as long as it takes; put a limit around it.
+        """
+        started = time.monotonic()
+        while True:
+            info = {"publisher": publisher, "settings": settings, "newer_than": newer_than}
+            await self.post("/init_weight_transfer_engine", {"init_info": info})
+            while None in (versions := await self._fetched()):  # noqa: ASYNC110  the server cannot tell by itself
+                # Each question halts the workers for an instant, so a long transfer is asked about less often.
+                await asyncio.sleep(0.05 + 0.1 * (time.monotonic() - started))
+            newest = max(version for version in versions if version is not None)
+            if set(versions) == {newest} and newest > newer_than:
+                return newest
+            newer_than = max(newer_than, newest - 1)  # they got different ones, so the older are fetched anew
+            await asyncio.sleep(0.05)
+
+    async def _fetched(self) -> list[int | None]:
+        results = (await self.post("/collective_rpc", {"method": STATUS}))["results"]
+        if problems := [result["problem"] for result in results if result["problem"]]:
+            raise PassingError(f"its workers cannot fetch weights: {problems[0]}")
+        if not results:
+            raise PassingError("it has no workers")
+        return [result["weight_version"] for result in results]
+
+    async def update(self, weight_version: int, update_info: Mapping[str, Any]) -> float:
+        """Replace the weights between two tokens; returns the seconds that it stood still.
+
+        Raises PassingError or TimeoutError. Nobody knows then which weights it has, and it stays paused.
+        """
+        started = time.perf_counter()
+        clear = str(self._config.generation.kv_on_update == "recompute").lower()
+        self._is_updating = True
+        try:
+            await self.post(f"/pause?mode=keep&clear_cache={clear}")
+            await self._begin_update()
+            await self.post("/update_weights", {"update_info": update_info})
+            self._known_versions.add(weight_version)
+            await self.post("/finish_weight_update", {"weight_version": str(weight_version)})
+            self.weight_version = weight_version
+            await self.post("/resume")
+        finally:
+            self._is_updating = False
+            self._progress_at = time.monotonic()
+        return time.perf_counter() - started
+
+    async def _begin_update(self) -> None:
+        """An update that was broken off counts as under way until it is finished."""
+        try:
+            await self.post("/start_weight_update")
+        except PassingError:
+            await self.post("/finish_weight_update")
+            await self.post("/start_weight_update")
+
+    # HTTP
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """One attempt. Raises PassingError, ConfigError."""
+        return await self._request("POST", path, body)
+
+    async def _get(self, path: str) -> Any:
+        return await self._request("GET", path, None)
+
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        try:
+            async with self._session("control").request(method, self.url + path, json=body) as response:
+                content = await response.read()
+                if response.status == 404:
+                    raise ConfigError(
+                        f"it has no route {path}; start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+                    )
+                if response.status != 200:
+                    error = refusal(response.status, content)
+                    raise error if isinstance(error, ConfigError) else PassingError(str(error))
+                return await response.json()
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise PassingError(f"it does not answer {path}: {type(error).__name__}: {error}") from error
+
+    def _session(self, purpose: Literal["tokens", "control"]) -> aiohttp.ClientSession:
+        """Connections for one purpose: those for tokens are used again, but not when the server may close them."""
+        if purpose not in self._sessions:
+            key = api_key(self._config)
+            is_kept = purpose == "tokens"
+            self._sessions[purpose] = aiohttp.ClientSession(
+                headers={"Authorization": f"Bearer {key}"} if key else {},
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+                connector=(
+                    aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+                    if is_kept
+                    else aiohttp.TCPConnector(limit=0, force_close=True)
+                ),
+            )
+        return self._sessions[purpose]
