@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _MAX_ATTEMPTS = 8
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 10.0
 _LONGEST_ABSENCE_S = 5.0  # between two looks at a server that is out of rotation
+_LAST_UPDATE_S = 5.0  # that one which has begun may take when the engine is closed
 _FETCH_SETTINGS = {"credits", "poll_s", "server_public_key", "max_model_bytes"}
 
 log = get_logger()
@@ -59,6 +60,7 @@ class OpenAiEngine:
         self._end_ids: tuple[int, ...] = ()
         self._servers: list[RemoteServer] = []
         self._keepers: list[asyncio.Task[None]] = []
+        self._updates: set[asyncio.Task[list[float]]] = set()
         self._num_unfinished = 0
         self._newest: int | None = None
         self._shared, self._probe = SharedWeights(), Probe()
@@ -105,9 +107,7 @@ class OpenAiEngine:
 
     async def generate(self, prompt: PromptGroup) -> tuple[Completion, ...]:
         """`prompt.sampling.group_size` completions. Raises EngineError, or EngineLostError without any server."""
-        if not self._keepers:
-            raise EngineError("the engine is not running")
-        if self._newest is None:
+        if not self._keepers or self._newest is None:
             raise EngineError("no verified weights are being served; apply_weights comes first")
         limit = token_limit(prompt, self._context)
         tasks = [
@@ -126,7 +126,10 @@ class OpenAiEngine:
         A server that does not reach the version is out of rotation until it has. Returns the longest
         pause of one. Waits for a server where none is there. Raises WeightError where all refused.
         """
-        pauses = await asyncio.shield(self._update(state))
+        update = asyncio.create_task(self._update(state))
+        self._updates.add(update)
+        update.add_done_callback(self._updates.discard)
+        pauses = await asyncio.shield(update)
         while not pauses and self.weight_version is None and self._keepers:
             self._rotation_changed.clear()
             await self._rotation_changed.wait()
@@ -134,10 +137,12 @@ class OpenAiEngine:
 
     async def close(self) -> None:
         """Ask no server any more; what is in flight ends with EngineError. Safe to call twice."""
-        keepers, self._keepers = self._keepers, []
-        for task in keepers:
+        if self._updates:
+            await asyncio.wait(self._updates, timeout=_LAST_UPDATE_S)  # broken off, it would leave servers paused
+        tasks, self._keepers = [*self._keepers, *self._updates], []
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*keepers, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for server in self._servers:
             await server.close()
         self._rotation_changed.set()
@@ -224,11 +229,7 @@ class OpenAiEngine:
         assert version is not None
         try:
             async with asyncio.timeout(self._settings.update_timeout_s):
-                if server.is_local:
-                    pause_s = await server.update(version, {"shared": self._description})
-                else:
-                    fetched = await self._fetched_by(server, version)
-                    pause_s = await server.update(fetched, {"pulled": fetched})
+                pause_s = await server.while_healthy(self._replace(server, version))
         except TimeoutError:
             server.take_out(
                 f"it did not reach version {version} in generation.openai.update_timeout_s = "
@@ -241,6 +242,12 @@ class OpenAiEngine:
             self._rotation_changed.set()
             return pause_s
         return None
+
+    async def _replace(self, server: RemoteServer, weight_version: int) -> float:
+        if server.is_local:
+            return await server.update(weight_version, {"shared": self._description})
+        fetched = await self._fetched_by(server, weight_version)
+        return await server.update(fetched, {"pulled": fetched})
 
     async def _fetched_by(self, server: RemoteServer, weight_version: int) -> int:
         """The version, this or a newer one, that the workers of a server elsewhere have fetched."""
@@ -275,7 +282,7 @@ class OpenAiEngine:
             await self._connect(server)
             if self._newest is not None and not server.is_local:
                 async with asyncio.timeout(self._settings.update_timeout_s):
-                    await self._fetched_by(server, self._newest)
+                    await server.while_healthy(self._fetched_by(server, self._newest))
         except (PassingError, ConfigError, WeightError, TimeoutError) as error:
             server.take_out(str(error) or "its workers did not fetch the weights in time")
             return

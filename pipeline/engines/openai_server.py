@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
 
 import aiohttp
 
 from pipeline.config import Config
 from pipeline.engines.openai_answers import Answer, ForeignWeightsError, PassingError, events, refusal
 from pipeline.engines.openai_checks import api_key, base_url, can_fetch, check_server, served_name
+from pipeline.engines.openai_http import Connection
 from pipeline.engines.vllm_outputs import Segment
 from pipeline.engines.vllm_worker import STATUS
 from pipeline.errors import ConfigError, RollstreamError
 from pipeline.logs import get_logger
 
-_CONNECT_TIMEOUT_S = 10.0
-_KEEP_ALIVE_S = 2.0  # vLLM closes what was idle for 5
+_ANSWER_TIMEOUT_S = 10.0  # to questions that take no time
 _MAX_FAILURES = 3  # answers that may pass, one after the other, until a server is taken out
 _TOKENS_PER_EVENT = 16  # each event costs both sides about as much as a token of a small model
+
+_LOOK_EVERY_S = 1.0
+
+Result = TypeVar("Result")
 
 log = get_logger()
 
@@ -47,7 +51,7 @@ class RemoteServer:
         self._config = config
         self._context = context
         self._model = ""
-        self._sessions: dict[str, aiohttp.ClientSession] = {}
+        self._http = Connection(self.url, api_key(config))
         self._known_versions: set[int] = set()
         self._in_flight: set[asyncio.Timeout] = set()
         self._num_failures = 0
@@ -67,17 +71,16 @@ class RemoteServer:
     async def close(self) -> None:
         """Break off what is under way. Safe to call twice."""
         self._drop("the engine was closed")
-        while self._sessions:
-            await self._sessions.popitem()[1].close()
+        await self._http.close()
 
     # Connecting
 
     async def connect(self, probe: Mapping[str, Any], *, proof: str) -> None:
         """Ask whether it is all that is needed. Raises ConfigError, PassingError. probe, proof: of `InitInfo`."""
         try:
-            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                self._model = served_name(await self._get("/v1/models"), self._config.generation.openai.model)
-                vllm = (await self._get("/server_info?config_format=json"))["vllm_config"]
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                self._model = served_name(await self._http.get("/v1/models"), self._config.generation.openai.model)
+                vllm = (await self._http.get("/server_info?config_format=json"))["vllm_config"]
                 check_server(vllm, self._config, context=self._context)
                 is_fetching = can_fetch(vllm)
                 await self._check_tokens_route()
@@ -94,8 +97,8 @@ class RemoteServer:
         self.trouble = ""
 
     async def _check_tokens_route(self) -> None:
-        """An empty request is refused; how, says whether the route is there."""
-        async with self._session("tokens").post(self.url + "/inference/v1/generate", json={}) as response:
+        """A wrong request is refused; how, says whether the route is there."""
+        async with self._http.tokens({"token_ids": [0], "sampling_params": {"temperature": -1}}) as response:
             error = refusal(response.status, await response.read())
         if response.status == 404:
             raise ConfigError("it has no route for tokens; vLLM 0.32 or newer is needed")
@@ -104,7 +107,7 @@ class RemoteServer:
 
     async def _can_map(self, probe: Mapping[str, Any], proof: str) -> bool:
         try:
-            await self.post("/init_weight_transfer_engine", {"init_info": {"shared": probe, "proof": proof}})
+            await self._http.post("/init_weight_transfer_engine", {"init_info": {"shared": probe, "proof": proof}})
         except PassingError:
             return False
         return True
@@ -153,7 +156,7 @@ class RemoteServer:
             "stream": True,
         }
         answer = Answer()
-        async with self._session("tokens").post(self.url + "/inference/v1/generate", json=request) as response:
+        async with self._http.tokens(request) as response:
             if response.status != 200:
                 raise refusal(response.status, await response.read())
             async for event in events(response.content.iter_any()):
@@ -196,7 +199,7 @@ class RemoteServer:
         started = time.monotonic()
         while True:
             info = {"publisher": publisher, "settings": settings, "newer_than": newer_than}
-            await self.post("/init_weight_transfer_engine", {"init_info": info})
+            await self._http.post("/init_weight_transfer_engine", {"init_info": info})
             while None in (versions := await self._fetched()):  # noqa: ASYNC110  the server cannot tell by itself
                 # Each question halts the workers for an instant, so a long transfer is asked about less often.
                 await asyncio.sleep(0.05 + 0.1 * (time.monotonic() - started))
@@ -207,7 +210,7 @@ class RemoteServer:
             await asyncio.sleep(0.05)
 
     async def _fetched(self) -> list[int | None]:
-        results = (await self.post("/collective_rpc", {"method": STATUS}))["results"]
+        results = (await self._http.post("/collective_rpc", {"method": STATUS}))["results"]
         if problems := [result["problem"] for result in results if result["problem"]]:
             raise PassingError(f"its workers cannot fetch weights: {problems[0]}")
         if not results:
@@ -223,13 +226,13 @@ class RemoteServer:
         clear = str(self._config.generation.kv_on_update == "recompute").lower()
         self._is_updating = True
         try:
-            await self.post(f"/pause?mode=keep&clear_cache={clear}")
+            await self._http.post(f"/pause?mode=keep&clear_cache={clear}")
             await self._begin_update()
-            await self.post("/update_weights", {"update_info": update_info})
+            await self._http.post("/update_weights", {"update_info": update_info})
             self._known_versions.add(weight_version)
-            await self.post("/finish_weight_update", {"weight_version": str(weight_version)})
+            await self._http.post("/finish_weight_update", {"weight_version": str(weight_version)})
             self.weight_version = weight_version
-            await self.post("/resume")
+            await self._http.post("/resume")
         finally:
             self._is_updating = False
             self._progress_at = time.monotonic()
@@ -238,47 +241,24 @@ class RemoteServer:
     async def _begin_update(self) -> None:
         """An update that was broken off counts as under way until it is finished."""
         try:
-            await self.post("/start_weight_update")
+            await self._http.post("/start_weight_update")
         except PassingError:
-            await self.post("/finish_weight_update")
-            await self.post("/start_weight_update")
+            await self._http.post("/finish_weight_update")
+            await self._http.post("/start_weight_update")
 
-    # HTTP
+    async def while_healthy(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """`work`, broken off with PassingError when the server says or shows that its engine has ended.
 
-    async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """One attempt. Raises PassingError, ConfigError."""
-        return await self._request("POST", path, body)
-
-    async def _get(self, path: str) -> Any:
-        return await self._request("GET", path, None)
-
-    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        It may have taken a question before, and then it never answers.
+        """
+        task = asyncio.create_task(work)
         try:
-            async with self._session("control").request(method, self.url + path, json=body) as response:
-                content = await response.read()
-                if response.status == 404:
-                    raise ConfigError(
-                        f"it has no route {path}; start it with VLLM_SERVER_DEV_MODE=1 in its environment"
-                    )
-                if response.status != 200:
-                    error = refusal(response.status, content)
-                    raise error if isinstance(error, ConfigError) else PassingError(str(error))
-                return await response.json()
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise PassingError(f"it does not answer {path}: {type(error).__name__}: {error}") from error
-
-    def _session(self, purpose: Literal["tokens", "control"]) -> aiohttp.ClientSession:
-        """Connections for one purpose: those for tokens are used again, but not when the server may close them."""
-        if purpose not in self._sessions:
-            key = api_key(self._config)
-            is_kept = purpose == "tokens"
-            self._sessions[purpose] = aiohttp.ClientSession(
-                headers={"Authorization": f"Bearer {key}"} if key else {},
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
-                connector=(
-                    aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-                    if is_kept
-                    else aiohttp.TCPConnector(limit=0, force_close=True)
-                ),
-            )
-        return self._sessions[purpose]
+            while not (await asyncio.wait({task}, timeout=_LOOK_EVERY_S))[0]:
+                async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                    await self._http.get("/health")
+            return task.result()
+        except TimeoutError as error:
+            raise PassingError("it says no longer whether it is healthy") from error
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

@@ -23,6 +23,7 @@ class StandIn(ThreadingHTTPServer):
     """behave: what a request for tokens gets; the handler and the number of the request, from 1.
 
     num_requests: for tokens. paths: of all requests. label: of the weights. refuses: paths that get a 500.
+    ignores: paths that get no answer. is_healthy: what the server says of its engine.
     """
 
     daemon_threads = True
@@ -35,6 +36,8 @@ class StandIn(ThreadingHTTPServer):
         self.label = "default"
         self.info = SERVER_INFO
         self.refuses: set[str] = set()
+        self.ignores: set[str] = set()
+        self.is_healthy = True
         self.headers: list[dict[str, str]] = []
         self.is_over = threading.Event()
         self._counting = threading.Lock()
@@ -68,16 +71,20 @@ class Handler(BaseHTTPRequestHandler):
             return self.send(200, {"data": [{"id": "tiny", "parent": None}]})
         if self.path.startswith("/server_info"):
             return self.send(200, {"vllm_config": self.server.info})
+        if self.path == "/health":
+            return self.send(200 if self.server.is_healthy else 503, {})
         return self.send(404, {"detail": "Not Found"})
 
     def do_POST(self) -> None:
         self.server.paths.append(self.path)
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
         if self.path == "/inference/v1/generate":
-            if not body:
-                return self.send(400, {"error": {"message": "token_ids: Field required", "code": 400}})
+            if body["sampling_params"].get("temperature", 1) < 0:
+                return self.send(400, {"error": {"message": "temperature must be non-negative", "code": 400}})
             self.body = body
             return self.server.behave(self, self.server.counted())
+        if self.path in self.server.ignores:
+            return self.hang()
         if self.path in self.server.refuses:
             return self.send(500, {"error": {"message": "it does not fit", "code": 500}})
         if self.path == "/finish_weight_update" and body:

@@ -220,6 +220,32 @@ async def test_a_server_that_did_not_take_the_weights_is_left_out_until_it_has(
     assert "/resume" in bad.paths
 
 
+async def test_a_server_whose_engine_ended_in_an_update_holds_up_no_other(
+    serve: Serve, start: Start, tiny_model
+) -> None:
+    good, bad = serve(fine), serve(fine)
+    engine = await start(good, bad)
+    bad.ignores, bad.is_healthy = {"/update_weights"}, False
+    async with asyncio.timeout(20):
+        await engine.apply_weights(state_of(load(tiny_model), 1))
+        await engine.generate(group_of([4, 5], group_size=4))
+    assert engine.weight_version == 1
+    assert bad.num_requests == 0
+
+
+async def test_an_update_that_takes_long_is_waited_for(serve: Serve, start: Start, tiny_model) -> None:
+    server = serve(fine)
+    engine = await start(server)
+    server.ignores = {"/update_weights"}
+    applying = asyncio.create_task(engine.apply_weights(state_of(load(tiny_model), 1)))
+    async with asyncio.timeout(20):
+        while server.paths.count("/health") < 2:  # noqa: ASYNC110  it is a thread that changes it
+            await asyncio.sleep(0.02)
+        server.is_over.set()
+        await applying
+    assert engine.weight_version == 1
+
+
 async def test_weights_that_no_server_takes_are_an_error(serve: Serve, start: Start, tiny_model) -> None:
     server = serve(fine)
     engine = await start(server)
