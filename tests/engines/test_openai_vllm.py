@@ -308,6 +308,17 @@ async def test_an_update_that_was_broken_off_is_mended_by_the_next(
         assert_drawn_by(trainer, group, completion)
 
 
+async def test_a_server_that_someone_else_relabelled_gets_the_weights_anew(
+    engine: OpenAiEngine, server: Server, model: ModelSettings
+) -> None:
+    await asyncio.to_thread(server.post, "/update_weight_version", {"new_version": "theirs"})
+    group = group_of([4, 5, 6])
+    for completion in await engine.generate(group):
+        assert set(completion.token_versions) == {0}
+        assert_drawn_by(load(model), group, completion)
+    assert json.loads(server.get("/weight_info")) == {"weight_version": "0"}
+
+
 async def test_a_context_longer_than_the_servers_is_refused_with_the_flag(server: Server, tmp_path: Path) -> None:
     longer = ModelSettings(path=str(make_tiny_model(tmp_path, hidden_size=128, max_context=256)))
     engine = OpenAiEngine(config_for(longer, server.url))
