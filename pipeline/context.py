@@ -7,7 +7,8 @@ trainer or exporter. It starts and ends nothing itself.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import contextlib
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -78,6 +79,15 @@ class WorkerContext:
         The log repeats it every few seconds and `rollstream status` shows it.
         """
         self.state.wait_for(what)
+
+    @contextlib.contextmanager
+    def busy_with(self, what: str) -> Iterator[None]:
+        """Say that the block is one long piece of work: that nothing moves meanwhile is no standstill."""
+        self.state.be_busy(what)
+        try:
+            yield
+        finally:
+            self.state.be_busy(None)
 
     def keep_trainer_lock(self) -> None:
         """From now on the heartbeat renews the trainer's lock, and the worker fails if it is lost."""

@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 
 from pipeline.config import Config
 from pipeline.config_files import mask_url
+from pipeline.connection import refusal
 from pipeline.cores import available_cores, visible_gpus
 from pipeline.embedded import EmbeddedServer
 from pipeline.errors import RollstreamError
@@ -188,12 +189,14 @@ def _server(config: Config) -> list[Finding]:
 def _examine_server(url: str, name: str, *, must_persist: bool) -> list[Finding]:
     try:
         with redis.Redis.from_url(
-            url, socket_timeout=_PING_TIMEOUT_S, socket_connect_timeout=_PING_TIMEOUT_S
+            url, protocol=2, socket_timeout=_PING_TIMEOUT_S, socket_connect_timeout=_PING_TIMEOUT_S
         ) as client:
             info = client.info()
-    except (redis.RedisError, OSError) as error:
+    except (redis.RedisError, OSError, TypeError) as error:  # TypeError: a word in the URL that nobody knows
         way_out = "start the server, or mend redis.url (REDIS_URL)"
         text = f"{name} does not answer: {type(error).__name__}"
+        if why := refusal(error):
+            text, _, way_out = f"{name}: {why}".rpartition(": ")
         return [Finding(subject="redis", level=Level.ERROR, text=text, way_out=way_out)]
     kind = "Valkey" if info.get("server_name") == "valkey" else "Redis"
     number = str(info.get("valkey_version") or info["redis_version"])

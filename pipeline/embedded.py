@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -98,7 +99,8 @@ class EmbeddedServer:
         try:
             self._keeper.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._keeper.kill()
+            # Server and keeper are a session of their own; to kill the keeper alone would leave the server behind.
+            os.killpg(self._keeper.pid, signal.SIGKILL)
             self._keeper.wait()
         if self._is_temporary:
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib import resources
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from pipeline.errors import RunConflictError, TrainerReplacedError
-from pipeline.keys import Keys
+from redis.exceptions import ResponseError
+
+from pipeline.connection import Script, passes, until_accepted
+from pipeline.errors import ConfigError, RunConflictError, TrainerReplacedError, few
+from pipeline.keys import META_OF_ALL_RUNS, Keys, run_of
 from pipeline.messages import Endpoints
 from pipeline.roster import MICROSECONDS, Control, RunFacts, WorkerInfo, new_worker_id, read_worker, record_of
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Control", "Fleet", "RunFacts", "WorkerInfo", "new_worker_id"]
 
 _FORGET_AFTER_S = 600.0
+_Result = TypeVar("_Result")
 
 
 class Fleet:
@@ -37,14 +41,28 @@ class Fleet:
         self._started: dict[str, str] = {}
         folder = resources.files("pipeline") / "scripts" / "fleet"
         self._scripts = {
-            file.name.removesuffix(".lua"): redis.register_script(file.read_text(encoding="utf-8"))
+            file.name.removesuffix(".lua"): Script(redis, file.read_text(encoding="utf-8"))
             for file in folder.iterdir()
             if file.name.endswith(".lua")
         }
 
-    async def _call(self, name: str, keys: Sequence[str], args: Sequence[str | int]) -> Any:
+    async def _call(self, name: str, keys: Sequence[str], args: Sequence[str | int], *, waits: bool = True) -> Any:
         """Every script may be sent twice when a reply gets lost; the second time changes nothing."""
-        return await self._scripts[name](keys=[*keys], args=[*args])
+        return await self._accepted(lambda: self._scripts[name].call(keys, args), waits=waits)
+
+    async def _accepted(self, call: Callable[[], Awaitable[_Result]], *, waits: bool = True) -> _Result:
+        return await until_accepted(self._redis, self._keys, call, waits=waits)
+
+    async def _transact(self, *commands: Sequence[str | int]) -> list[Any]:
+        """The replies to some commands that are executed together."""
+
+        async def call() -> list[Any]:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                for command in commands:
+                    pipe.execute_command(*command)
+                return await pipe.execute()
+
+        return await self._accepted(call)
 
     # --- what all workers agree on -------------------------------------------------------------
 
@@ -61,6 +79,16 @@ class Fleet:
             raise RunConflictError(_conflict(self._keys.run, differing, fingerprint))
         return cast(str, answer[0].decode())
 
+    async def refuse_unknown(self) -> None:
+        """Raises ConfigError, naming the runs that there are, when the server knows nothing of this one."""
+        if await self._redis.exists(self._keys.meta, self._keys.workers, *self._keys.streams):
+            return
+        others = [run_of(key.decode()) async for key in self._redis.scan_iter(match=META_OF_ALL_RUNS, count=1000)]
+        raise ConfigError(
+            f"run.name = {self._keys.run!r}: the server knows no such run (runs there: {few(others)}); name one with "
+            "--run, or the server that has it with redis.url (REDIS_URL)"
+        )
+
     # --- signs of life and requests ------------------------------------------------------------
 
     async def register(self, worker: WorkerInfo) -> Control:
@@ -69,11 +97,15 @@ class Fleet:
         return await self.beat(worker)
 
     async def beat(self, worker: WorkerInfo) -> Control:
-        """Say that the worker is alive and what it does; hear what it is asked to do."""
+        """Say that the worker is alive and what it does; hear what it is asked to do.
+
+        Never waits: whoever beats does so again, and tells meanwhile why it was refused.
+        """
         started, paused, stop_reason, drain, version, run_id = await self._call(
             "beat",
             [self._keys.workers, self._keys.control, self._keys.meta],
             [worker.worker_id, self._started.get(worker.worker_id, ""), record_of(worker)],
+            waits=False,
         )
         self._started[worker.worker_id] = started.decode()
         return Control(
@@ -86,10 +118,9 @@ class Fleet:
 
     async def deregister(self, worker_id: str) -> None:
         """Leave the registry, and with it every request to this worker."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hdel(self._keys.workers, worker_id)
-            pipe.hdel(self._keys.control, f"drain:{worker_id}")
-            await pipe.execute()
+        await self._transact(
+            ("HDEL", self._keys.workers, worker_id), ("HDEL", self._keys.control, f"drain:{worker_id}")
+        )
         self._started.pop(worker_id, None)
 
     async def workers(self) -> list[WorkerInfo]:
@@ -97,21 +128,27 @@ class Fleet:
 
         Sorted by role and id.
         """
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.time()
-            pipe.hgetall(self._keys.workers)
-            (seconds, microseconds), records = await pipe.execute()
+        (seconds, microseconds), records = await self._transact(("TIME",), ("HGETALL", self._keys.workers))
         now_us = int(seconds) * 1_000_000 + int(microseconds)
         found: list[WorkerInfo] = []
         for worker_id, value in records.items():
-            beat, started, record = value.split(b" ", 2)
-            age_s = max(0.0, (now_us - int(beat)) / MICROSECONDS)
-            worker = read_worker(worker_id.decode(), int(started), age_s, record)
-            if not worker.is_alive and age_s > _FORGET_AFTER_S:
-                await self._call("forget", [self._keys.workers, self._keys.control], [worker.worker_id, beat.decode()])
+            read = read_worker(worker_id.decode("utf-8", "replace"), value, now_us)
+            if read is None:
+                continue
+            worker, beat = read
+            if not worker.is_alive and worker.age_s > _FORGET_AFTER_S:
+                await self._forget(worker.worker_id, beat)
                 continue
             found.append(worker)
         return sorted(found, key=lambda worker: (worker.role, worker.worker_id))
+
+    async def _forget(self, worker_id: str, beat: str) -> None:
+        try:
+            await self._call("forget", [self._keys.workers, self._keys.control], [worker_id, beat], waits=False)
+        except ResponseError as error:
+            # Who only looks at the fleet need not wait for a server that takes no writes.
+            if not passes(error):
+                raise
 
     async def pause(self) -> None:
         """Ask every stage to claim nothing; work in flight goes on."""
@@ -119,9 +156,7 @@ class Fleet:
 
     async def resume(self) -> None:
         """End a pause."""
-        async with self._redis.pipeline() as pipe:
-            pipe.hdel(self._keys.control, "paused")
-            await pipe.execute()
+        await self._accepted(lambda: self._redis.hdel(self._keys.control, "paused"))
 
     async def stop(self, reason: str) -> None:
         """The run is over: every worker that is there now drains and exits."""
@@ -136,12 +171,12 @@ class Fleet:
 
     async def facts(self) -> RunFacts:
         """The run as a whole, at one instant."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.time()
-            pipe.hmget(self._keys.meta, ["run_id", "created_at", "weight_version"])
-            pipe.hmget(self._keys.control, ["paused", "stop_reason"])
-            pipe.get(self._keys.trainer_lock)
-            clock, (run_id, created_at, version), (paused, stop_reason), trainer = await pipe.execute()
+        clock, (run_id, created_at, version), (paused, stop_reason), trainer = await self._transact(
+            ("TIME",),
+            ("HMGET", self._keys.meta, "run_id", "created_at", "weight_version"),
+            ("HMGET", self._keys.control, "paused", "stop_reason"),
+            ("GET", self._keys.trainer_lock),
+        )
         return RunFacts(
             at=int(clock[0]) + int(clock[1]) / MICROSECONDS,
             run_id=_text(run_id),
@@ -159,7 +194,10 @@ class Fleet:
 
         Raises RunConflictError while a worker of the run is alive.
         """
-        alive = [worker.worker_id for worker in await self.workers() if worker.is_alive]
+        try:
+            alive = [worker.worker_id for worker in await self.workers() if worker.is_alive]
+        except RunConflictError:  # what is there is no registry: it goes with the rest
+            alive = []
         if alive:
             raise RunConflictError(
                 f"run.name = {self._keys.run!r}: {', '.join(alive)} still at work; stop them first, "
@@ -216,15 +254,11 @@ class Fleet:
         return bool(await self._call("lock", keys, [worker_id, int(ttl_s * 1000), how]))
 
     async def _hget(self, key: str, name: str) -> str | None:
-        async with self._redis.pipeline() as pipe:
-            pipe.hget(key, name)
-            (value,) = await pipe.execute()
-        return _text(value)
+        return _text(await self._accepted(lambda: cast("Awaitable[bytes | None]", self._redis.hget(key, name))))
 
     async def _hset(self, key: str, mapping: Mapping[str, str]) -> None:
-        async with self._redis.pipeline() as pipe:
-            pipe.hset(key, items=[text for pair in mapping.items() for text in pair])
-            await pipe.execute()
+        pairs = [text for pair in mapping.items() for text in pair]
+        await self._accepted(lambda: self._redis.hset(key, items=pairs))
 
 
 def _text(value: bytes | None) -> str | None:

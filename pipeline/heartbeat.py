@@ -70,7 +70,9 @@ class Heartbeat:
     def info(self) -> WorkerInfo:
         """What the registry is told."""
         context = self._context
-        status: dict[str, Json] = {**self._rates.measure(), **context.state.fields, **context.state.describe()}
+        fields = context.state.fields
+        rates = self._rates.measure(fields.get("tokens_generated"))
+        status: dict[str, Json] = {**rates, **fields, **context.state.describe()}
         return WorkerInfo(
             worker_id=context.worker_id,
             role=context.role,

@@ -8,6 +8,7 @@ Redis Cluster, which Lua scripts need.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -15,6 +16,12 @@ from pipeline.errors import ConfigError
 
 CONSUMER_GROUP = "rollstream"
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+META_OF_ALL_RUNS = "{*}:meta"
+
+
+def run_of(key: str) -> str:
+    """The run that a key belongs to."""
+    return key[1:].partition("}")[0]
 
 
 class Stream(StrEnum):
@@ -97,6 +104,17 @@ class Keys:
     def trainer_lock(self) -> str:
         """Held by the one trainer of the run; expires."""
         return self._key("trainer_lock")
+
+    @property
+    def types(self) -> Mapping[str, str]:
+        """Key -> what Redis calls the type of what is in it."""
+        hashes = (self.ledger, self.uncommitted, self.replies, self.meta, self.control, self.workers)
+        return {
+            **dict.fromkeys((*self.streams, self.dead_letters), "stream"),
+            **dict.fromkeys(hashes, "hash"),
+            self.evaluating: "set",
+            self.trainer_lock: "string",
+        }
 
     @property
     def pattern(self) -> str:

@@ -108,6 +108,14 @@ class DeadLetter:
     payload: bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """Where the group that died last did so, and why."""
+
+    stream: Stream
+    reason: str
+
+
 def text_of(fields: RawFields, name: bytes) -> str:
     """A field as text, whatever it holds."""
     return fields.get(name, b"").decode("utf-8", "replace")

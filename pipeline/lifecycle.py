@@ -23,7 +23,7 @@ from pipeline.arrival import Arrival
 from pipeline.config import Config
 from pipeline.connection import connect
 from pipeline.context import WorkerContext
-from pipeline.errors import RollstreamError, UsageError
+from pipeline.errors import RollstreamError, RunConflictError, UsageError
 from pipeline.fleet import new_worker_id
 from pipeline.health import HealthServer
 from pipeline.heartbeat import Heartbeat
@@ -162,7 +162,7 @@ class _Life:
                 if context.holds_trainer_lock:
                     await context.fleet.release_trainer(context.worker_id)
                 await context.fleet.deregister(context.worker_id)
-        except (RedisError, OSError) as error:
+        except (RedisError, OSError, RunConflictError) as error:
             self._log.warning("left_without_redis", error=str(error) or type(error).__name__)
             return
         self._log.info("left", groups_handed_back=num_released)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from pipeline.keys import Stream
+from pipeline.leases import Death
 from pipeline.ledger import Depth
 from pipeline.roster import RunFacts, WorkerInfo
 
@@ -18,6 +19,7 @@ from pipeline.roster import RunFacts, WorkerInfo
 _TRAINER_IDLE_RATIO = 0.1
 _STALE_WEIGHTS_RATIO = 0.3
 _STALLED_AFTER_S = 45.0
+_MAX_REASON = 200
 _STAGES = (("generator", Stream.PROMPTS), ("scorer", Stream.ROLLOUTS), ("trainer", Stream.SCORED))
 
 
@@ -34,12 +36,15 @@ class Limit:
     is_blocked: bool = False
 
 
-def limiting_stage(streams: Mapping[Stream, Depth], workers: Sequence[WorkerInfo], facts: RunFacts) -> Limit:
+def limiting_stage(
+    streams: Mapping[Stream, Depth], workers: Sequence[WorkerInfo], facts: RunFacts, last_death: Death | None = None
+) -> Limit:
     """The stage that limits or blocks the run."""
     alive = [worker for worker in workers if worker.is_alive and worker.role != "exporter"]
     return (
         _without_run(alive, facts)
         or _missing_worker(streams, workers, alive)
+        or _lost_groups(alive, last_death)
         or _waiting_worker(streams, alive)
         or _stalled(streams, alive)
         or _slowest(streams, alive)
@@ -71,6 +76,27 @@ def _missing_worker(
     return None
 
 
+def _lost_groups(alive: Sequence[WorkerInfo], last_death: Death | None) -> Limit | None:
+    """A step's worth of groups and more died or was filtered, and the trainer still waits for enough."""
+    for trainer in (worker for worker in alive if worker.role == "trainer"):
+        names = ("dead_in_step", "dropped_in_step", "held", "groups_per_step")
+        dead, dropped, held, wanted = (int(_number(trainer, name)) for name in names)
+        if not 0 < wanted <= dead + dropped:
+            continue
+        held_back = f"and {held} of {wanted} groups for the next step are there"
+        if last_death is None or dropped > dead:
+            reason = f"{dropped} groups were filtered since the last step, {held_back}: look at their rewards"
+            return Limit(stage="scorer", reason=reason, is_blocked=held == 0)
+        stage = next(role for role, stream in _STAGES if stream is last_death.stream)
+        why = f"{last_death.reason[:_MAX_REASON]} (`rollstream streams dead-letters` shows all)"
+        return Limit(
+            stage=stage,
+            reason=f"{dead} groups died since the last step, {held_back}; the last died in {last_death.stream}: {why}",
+            is_blocked=held == 0,
+        )
+    return None
+
+
 def _waiting_worker(streams: Mapping[Stream, Depth], alive: Sequence[WorkerInfo]) -> Limit | None:
     """A stage whose workers all wait for something other than work, though there is work."""
     for role, stream in _STAGES:
@@ -85,14 +111,14 @@ def _waiting_worker(streams: Mapping[Stream, Depth], alive: Sequence[WorkerInfo]
         return Limit(
             stage=stage,
             reason=f"{streams[stream].backlog} groups wait in {stream.value}, but {who} {verb} for {waits[0]}",
-            is_blocked=all(_number(worker, "progress_age_s") > _STALLED_AFTER_S for worker in alive),
+            is_blocked=_still_s(alive) > _STALLED_AFTER_S,
         )
     return None
 
 
 def _stalled(streams: Mapping[Stream, Depth], alive: Sequence[WorkerInfo]) -> Limit | None:
     """Workers are alive and nobody has moved anything for long."""
-    age_s = min(_number(worker, "progress_age_s") for worker in alive)
+    age_s = _still_s(alive)
     if age_s <= _STALLED_AFTER_S:
         return None
     for role, stream in reversed(_STAGES):
@@ -112,6 +138,10 @@ def _stalled(streams: Mapping[Stream, Depth], alive: Sequence[WorkerInfo]) -> Li
 
 
 def _slowest(streams: Mapping[Stream, Depth], alive: Sequence[WorkerInfo]) -> Limit:
+    for worker in alive:
+        if _number(worker, "busy_s") > _STALLED_AFTER_S:
+            what, seconds = worker.status.get("busy_with"), _number(worker, "busy_s")
+            return Limit(stage=worker.role, reason=f"the {worker.role} has been busy with {what} for {seconds:.0f} s")
     trainers = [worker for worker in alive if worker.role == "trainer"]
     idle = min(_number(worker, "idle_ratio") for worker in trainers)
     if idle < _TRAINER_IDLE_RATIO and streams[Stream.SCORED].length:
@@ -129,6 +159,11 @@ def _slowest(streams: Mapping[Stream, Depth], alive: Sequence[WorkerInfo]) -> Li
     return Limit(
         stage=role, reason=f"{length} groups are in {stream.value}, and the trainer waits {idle:.0%} of the time"
     )
+
+
+def _still_s(alive: Sequence[WorkerInfo]) -> float:
+    """Seconds in which nobody has moved anything, nor was in the middle of one long piece of work."""
+    return min(0.0 if worker.status.get("busy_with") else _number(worker, "progress_age_s") for worker in alive)
 
 
 def _is_ready(alive: Sequence[WorkerInfo], role: str) -> bool:

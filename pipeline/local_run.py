@@ -11,23 +11,29 @@ import asyncio
 import fcntl
 import os
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from redis.exceptions import RedisError
+
 from pipeline.config import Config
 from pipeline.config_files import show
+from pipeline.connection import connect
 from pipeline.cores import available_cores, gpu_environ, thread_environ, visible_gpus
 from pipeline.embedded import EmbeddedServer
-from pipeline.errors import ConfigError, ServiceUnavailableError
-from pipeline.server_address import announce_server, with_url, withdraw_server
+from pipeline.errors import ConfigError, RollstreamError, ServiceUnavailableError
+from pipeline.fleet import Fleet
+from pipeline.keys import Keys
+from pipeline.server_address import announce_server, kept_dir, with_url, withdraw_server
 from pipeline.supervisor import RestartPolicy, Supervisor, WorkerExit, WorkerSpec
 
 _KILL_GRACE_S = 15.0
 _LOOK_EVERY_S = 1.0
+_LAST_LOOK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +114,26 @@ class LocalRun:
         """Run until the supervisor ends, or the private server does. Returns the exit code."""
         watch = asyncio.create_task(self._watch_server(supervisor, say))
         try:
-            return await supervisor.run()
+            code = await supervisor.run()
         finally:
             watch.cancel()
             await asyncio.wait([watch])
+        if code == 0 and self._persist:
+            await self._say_if_it_is_not_over(say)
+        return code
+
+    async def _say_if_it_is_not_over(self, say: Callable[[str], None]) -> None:
+        """Workers that were asked to leave end well, too; who waits for the run should know which it was."""
+        try:
+            async with asyncio.timeout(_LAST_LOOK_S), connect(self.config.redis, retries=0) as redis:
+                facts = await Fleet(redis, Keys(self.config.run.name)).facts()
+        except (RedisError, OSError, RollstreamError):
+            return
+        if facts.stop_reason is None and facts.weight_version is not None:
+            say(
+                f"drained before the run was over, at weight version {facts.weight_version}; the same command goes on "
+                "from there"
+            )
 
     async def _watch_server(self, supervisor: Supervisor, say: Callable[[str], None]) -> None:
         """Nothing goes on without the server, and only this process could have started another."""
@@ -129,7 +151,7 @@ class LocalRun:
 
     def _start_server(self, stack: ExitStack, run_dir: Path) -> None:
         try:
-            server = EmbeddedServer.start(run_dir / "redis" if self._persist else None, persist=self._persist)
+            server = EmbeddedServer.start(kept_dir(self.config) if self._persist else None, persist=self._persist)
         except ConfigError as error:
             raise ConfigError(f"run.dir = {str(self.config.run.dir)!r}: {error}") from None
         self._server = server
@@ -137,6 +159,18 @@ class LocalRun:
         announce_server(run_dir, server.url)
         stack.callback(withdraw_server, run_dir)
         self.config = with_url(self.config, server.url)
+
+
+@contextmanager
+def kept_server(config: Config) -> Iterator[Config]:
+    """A server on what an `up` of this run has kept, for the time of the block; yields settings with its address.
+
+    Raises ConfigError while an `up` is at work.
+    """
+    with (config.run_dir / "up.lock").open("a+") as lock:
+        _lock(lock, config)
+        with EmbeddedServer.start(kept_dir(config), persist=True) as server:
+            yield with_url(config, server.url)
 
 
 def worker_specs(
@@ -188,6 +222,6 @@ def _lock(file: IO[str], config: Config) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigError(
-            f"run.name = {config.run.name!r}: another `up` of this run is at work in {config.run_dir}; "
-            "stop it, or choose another name with --run"
+            f"run.name = {config.run.name!r}: another `up` of this run is at work in {config.run_dir}, or a command "
+            "that looks at what it has kept; stop it, or choose another name with --run"
         ) from None

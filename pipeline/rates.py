@@ -42,13 +42,14 @@ class Rates:
         self._metrics = metrics
         self._clock = clock
         self._history: deque[_Totals] = deque([self._read()])
+        self._progress: tuple[object, Json] = (self._history[0].progress, None)
         self._progress_at = self._history[0].at
 
-    def measure(self) -> dict[str, Json]:
-        """Fields for the registry, as of now."""
+    def measure(self, in_work: Json = None) -> dict[str, Json]:
+        """Fields for the registry, as of now. in_work: a count that rises while a group is in work."""
         now = self._read()
-        if now.progress != self._history[-1].progress:
-            self._progress_at = now.at
+        if self._progress != (now.progress, in_work):
+            self._progress, self._progress_at = (now.progress, in_work), now.at
         self._history.append(now)
         while len(self._history) > 2 and now.at - self._history[1].at >= _WINDOW_S:
             self._history.popleft()

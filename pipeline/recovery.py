@@ -65,7 +65,8 @@ class Recovery:
         Raises RunConflictError for a foreign run.
         """
         context = self._context
-        while not await context.fleet.acquire_trainer(context.worker_id, context.config.queues.lease_s):
+        lease_s = context.config.queues.lease_s
+        while not await context.unless_draining(context.fleet.acquire_trainer(context.worker_id, lease_s)):
             context.waiting_for("another trainer of this run to end")
             await context.wait_for_any(timeout_s=_LOCK_WAIT_S)
             if context.draining.is_set():
@@ -185,7 +186,8 @@ class Recovery:
         await context.fleet.hold_trainer(context.worker_id, context.config.queues.lease_s)
         started = time.monotonic()
         try:
-            path = await asyncio.to_thread(self._checkpoints.save, state.step, learner=learner, state=content)
+            with context.busy_with("writing a checkpoint"):
+                path = await asyncio.to_thread(self._checkpoints.save, state.step, learner=learner, state=content)
         except CheckpointError as error:
             if is_last or context.config.checkpoint.on_failure == "stop":
                 raise

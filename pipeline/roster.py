@@ -11,12 +11,17 @@ import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 from pipeline.messages import Json
 
 _BEATS_UNTIL_LOST = 4
 _GRACE_S = 1.0
 MICROSECONDS = 1e6
+_UNSAID: Mapping[str, Any] = MappingProxyType(
+    {"role": "unknown", "host": "", "pid": 0, "address": "", "heartbeat_s": 2.0, "status": {}}
+)
 
 
 def new_worker_id(role: str) -> str:
@@ -91,18 +96,29 @@ def record_of(worker: WorkerInfo) -> str:
     return json.dumps(record, separators=(",", ":"))
 
 
-def read_worker(worker_id: str, started_us: int, age_s: float, record: bytes) -> WorkerInfo:
-    """The worker that `record` describes."""
-    said = json.loads(record)
-    return WorkerInfo(
-        worker_id=worker_id,
-        role=said["role"],
-        host=said["host"],
-        pid=said["pid"],
-        address=said["address"],
-        heartbeat_s=said["heartbeat_s"],
-        status=said["status"],
-        started_at=started_us / MICROSECONDS,
-        age_s=age_s,
-        is_alive=age_s <= _BEATS_UNTIL_LOST * said["heartbeat_s"] + _GRACE_S,
-    )
+def read_worker(worker_id: str, value: bytes, now_us: int) -> tuple[WorkerInfo, str] | None:
+    """The worker that an entry of the registry describes, and its last beat; None for what no worker wrote.
+
+    value: beat and start in microseconds of Redis's clock, then the record. A worker of another
+    version may leave something out; it is there all the same.
+    """
+    try:
+        beat, started, record = value.decode().split(" ", 2)
+        age_s, started_at = max(0.0, (now_us - int(beat)) / MICROSECONDS), int(started) / MICROSECONDS
+        said = _UNSAID | json.loads(record)
+        patience_s = _BEATS_UNTIL_LOST * float(said["heartbeat_s"]) + _GRACE_S
+        worker = WorkerInfo(
+            worker_id=worker_id,
+            role=str(said["role"]),
+            host=str(said["host"]),
+            pid=int(said["pid"]),
+            address=str(said["address"]),
+            heartbeat_s=float(said["heartbeat_s"]),
+            status=dict(said["status"]),
+            started_at=started_at,
+            age_s=age_s,
+            is_alive=age_s <= patience_s,
+        )
+    except (ValueError, TypeError):
+        return None
+    return worker, beat

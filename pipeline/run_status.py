@@ -91,7 +91,7 @@ async def collect(redis: Redis, keys: Keys) -> RunStatus:
         ledger=ledger,
         ledger_balances=ledger.balances,
         workers=workers,
-        limit=limiting_stage(streams, workers, facts),
+        limit=limiting_stage(streams, workers, facts, await accounts.last_death() if ledger.dead else None),
         redis_memory_bytes=await _memory(redis),
     )
 

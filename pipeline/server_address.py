@@ -43,18 +43,26 @@ def find_server(run_dir: Path) -> str | None:
     return url if psutil.pid_exists(pid) else None
 
 
-def with_server(config: Config) -> Config:
+def kept_dir(config: Config) -> Path:
+    """Where the private server of a run keeps its data."""
+    return config.run_dir / "redis"
+
+
+def with_server(config: Config, words: str = "") -> Config:
     """The same settings with a URL that can be connected to.
 
-    Raises ConfigError where the server is to be embedded and no `up` of this run is there.
+    words: the options by which a command finds these settings. Raises ConfigError where the server
+    is to be embedded and no `up` of this run is there.
     """
     if config.redis.url.get_secret_value() != "embedded":
         return config
     url = find_server(config.run_dir)
     if url is None:
+        looks = f" (`rollstream streams{words}` shows what it has kept)" if kept_dir(config).is_dir() else ""
         raise ConfigError(
-            f'redis.url = "embedded": only `rollstream up` starts a server of its own, and no `up` of run '
-            f"{config.run.name!r} is running below {config.run.dir}/. Start one, or name a server with REDIS_URL"
+            f'redis.url = "embedded": only `up` starts a server of its own, and no `up` of run {config.run.name!r} is '
+            f"running below {config.run.dir}/. Start it with `rollstream up{words}`{looks}, or name a server with "
+            "REDIS_URL"
         )
     return with_url(config, url)
 

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import ConnectionError as Unreachable
+from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import TimeoutError as TooLate
 
 from pipeline.accounts import Accounts
 from pipeline.config import QueueSettings
-from pipeline.connection import MAX_BLOCK_S, connect, passes
+from pipeline.connection import MAX_BLOCK_S, connect, is_away, passes
 from pipeline.keys import CONSUMER_GROUP, Keys, Stream
 from pipeline.leases import DeadLetter, Entry, Lease, LeaseKeeper, Moved, Queued, lease_of
 from pipeline.ledger import Depth, DropReason, Ledger
@@ -169,14 +171,17 @@ class Streams(Accounts):
 
     async def _read(self, stream: Stream, count: int, wait_s: float) -> list[Lease]:
         try:
-            reply = await self._redis.xreadgroup(
-                CONSUMER_GROUP,
-                self.consumer,
-                {self._keys.stream(stream): ">"},
-                count=count,
-                block=max(1, int(wait_s * 1000)) if wait_s > 0 else None,
+            reply = await self._accepted(
+                lambda: self._redis.xreadgroup(
+                    CONSUMER_GROUP,
+                    self.consumer,
+                    {self._keys.stream(stream): ">"},
+                    count=count,
+                    block=max(1, int(wait_s * 1000)) if wait_s > 0 else None,
+                ),
+                waits=False,
             )
-        except ResponseError as error:
+        except (ResponseError, Unreachable, TooLate) as error:
             await self._reopen_after(error)
             return []
         entries = cast(Any, reply)[0][1] if reply else []
@@ -194,10 +199,10 @@ class Streams(Accounts):
         self._cursors[stream], taken = reply
         return [lease_of(stream, entry_id, fields, attempt) for entry_id, attempt, fields in taken]
 
-    async def _reopen_after(self, error: ResponseError) -> None:
+    async def _reopen_after(self, error: RedisError) -> None:
         """A server that came back without its data has no consumer groups: makes them again."""
-        if passes(error):
-            return  # the reclaim behind this read waits until the server takes writes again
+        if passes(error) or is_away(error):
+            return  # the reclaim behind this read waits until the server is there and takes writes again
         if not any(word in str(error) for word in ("NOGROUP", "UNBLOCKED")):
             raise error
         self.num_reopened += 1
@@ -260,7 +265,7 @@ class Streams(Accounts):
             while left:
                 done, left = await self._scripts.call("release_all", _INDEX[stream], _BATCH_GROUPS)
                 released += done
-        await self._redis.hdel(self._keys.replies, self.consumer)
+        await self._remove(self._keys.replies, [self.consumer])
         return released
 
     # Out of the streams
@@ -328,8 +333,12 @@ class Streams(Accounts):
         """These groups' effect is in a checkpoint on disk. Returns how many were uncommitted."""
         committed = 0
         for batch in _batches(group_ids):
-            committed += await self._redis.hdel(self._keys.uncommitted, *batch)
+            committed += await self._remove(self._keys.uncommitted, batch)
         return committed
+
+    async def _remove(self, key: str, names: Sequence[str]) -> int:
+        """Fields of a hash; returns how many were there."""
+        return await self._accepted(lambda: self._redis.hdel(key, *names))
 
 
 # One call holds up everyone's: these bound for how long.

@@ -51,6 +51,8 @@ class WorkerState:
         self.is_ready = False
         self.outage: str | None = None
         self._wait: str | None = None
+        self._busy_with: str | None = None
+        self._busy_since = 0.0
         self._waiting_since = 0.0
         self._turned_at = time.monotonic()
 
@@ -89,6 +91,10 @@ class WorkerState:
         if (self.waiting_for is not None) != was_waiting:
             self._waiting_since = time.monotonic()
             self.changed.set()
+
+    def be_busy(self, what: str | None) -> None:
+        """Note one long piece of work, in which nothing else moves; None ends it."""
+        self._busy_with, self._busy_since = what, time.monotonic()
 
     def set_ready(self, is_ready: bool) -> None:
         """Note whether the worker can do its work."""
@@ -150,6 +156,8 @@ class WorkerState:
             "ready": self.can_work(),
             "waiting_for": self.waiting_for,
             "waited_s": round(self.waited_s, 1),
+            "busy_with": self._busy_with,
+            "busy_s": round(time.monotonic() - self._busy_since, 1) if self._busy_with else 0.0,
         }
 
 

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import logging
 import shutil
+import tempfile
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import structlog
 from redis.asyncio import Redis
 
+from pipeline.cli import run
 from pipeline.config import RedisSettings
 from pipeline.embedded import EmbeddedServer
 from pipeline.keys import Keys
@@ -68,6 +71,13 @@ async def redis(valkey_url: str, keys: Keys) -> AsyncIterator[Redis]:
 
 
 @pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder for a server's socket; the path of tmp_path may be too long for one."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
 def logging_as_before() -> Iterator[None]:
     """Undoes what a test does to the process's logging."""
     root = logging.getLogger()
@@ -75,3 +85,30 @@ def logging_as_before() -> Iterator[None]:
     yield
     root.handlers, root.level = handlers, level
     structlog.reset_defaults()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Exit code and output of one command line."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def ask(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, valkey_url: str, run_name: str
+) -> Callable[..., Answer]:
+    """Calls the command line for this test's run, in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("REDIS_URL", valkey_url)
+    monkeypatch.setenv("ROLLSTREAM_RUN__NAME", run_name)
+
+    def call(*words: str) -> Answer:
+        capsys.readouterr()
+        code = run(words)
+        out, err = capsys.readouterr()
+        return Answer(code, out, err)
+
+    return call

@@ -13,7 +13,7 @@ import click
 import pytest
 from redis.asyncio import Redis
 
-from pipeline.cli import cli, run
+from pipeline.cli import cli
 from pipeline.config import QueueSettings
 from pipeline.fleet import Fleet, WorkerInfo
 from pipeline.keys import Keys, Stream
@@ -33,31 +33,6 @@ def commands(group: click.Group, words: tuple[str, ...] = ()) -> list[tuple[str,
         if isinstance(command, click.Group):
             found += commands(command, (*words, name))
     return found
-
-
-class Answer:
-    """Exit code and output of one command line."""
-
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-
-@pytest.fixture
-def ask(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, valkey_url: str, run_name: str
-):
-    """Calls the command line for this test's run, in an empty directory."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("REDIS_URL", valkey_url)
-    monkeypatch.setenv("ROLLSTREAM_RUN__NAME", run_name)
-
-    def call(*words: str) -> Answer:
-        capsys.readouterr()
-        code = run(words)
-        out, err = capsys.readouterr()
-        return Answer(code, out, err)
-
-    return call
 
 
 def imported_by(*words: str) -> set[str]:
@@ -99,7 +74,6 @@ def test_every_command_explains_itself(words: tuple[str, ...], ask) -> None:
         (("streams", "requeue"), "--all"),
         (("streams", "peek", "nowhere"), "nowhere"),
         (("rollouts", "show", "00000001"), "no sample of group '00000001'"),
-        (("drain", "generator"), "no worker has the role or id 'generator'"),
         (("config", "show", "--run", "a b"), "run.name = 'a b'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
@@ -246,6 +220,33 @@ def test_records_of_a_run_are_read_back(ask, tmp_path: Path, run_name: str) -> N
     assert ask("checkpoints", "list").out == "no complete checkpoint\n"
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {},
+        {"group_id": "00000007"},
+        {"group_id": "00000007", "is_evaluation": [], "completions": None, "prompt": None},
+        {"group_id": "00000007", "completions": [{}, {"reward": 1.0}, {"text": "cba"}, "cba", None]},
+        {"group_id": ["00000007"], "completions": {"text": "cba"}},
+    ],
+    ids=json.dumps,
+)
+def test_a_record_that_lacks_fields_is_shown_as_far_as_it_goes(
+    ask, tmp_path: Path, run_name: str, record: dict[str, object]
+) -> None:
+    folder = tmp_path / "runs" / run_name
+    folder.mkdir(parents=True)
+    lines = ['{"group_id": "00000007", "compl', "[" * 100_000, '"not a record"', "\xff", json.dumps(record), ""]
+    (folder / "samples.jsonl").write_text("\n".join(lines), encoding="latin-1")
+    answer = ask("rollouts", "tail")
+    assert answer.code == 0
+    assert len([line for line in answer.out.splitlines() if line.startswith("step ")]) == 1
+    assert json.loads(ask("rollouts", "tail", "--json").out) == record
+    shown = ask("rollouts", "show", "00000007")
+    assert shown.code == (0 if record.get("group_id") == "00000007" else 2)
+    assert ("'cba'" in shown.out) == (len(record.get("completions") or []) == 5)  # type: ignore[arg-type]
+
+
 def test_output_that_nobody_reads_to_its_end_ends_quietly() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "pipeline.cli", "config", "show"],
@@ -270,3 +271,16 @@ def test_a_worker_that_is_told_to_end_before_it_listens_exits_with_0(tmp_path: P
     with fifo.open("w"):
         worker.send_signal(signal.SIGTERM)
         assert worker.wait(timeout=60) == 0
+
+
+def test_a_worker_that_is_told_to_end_when_it_has_ended_keeps_its_exit_code(valkey_url: str, run_name: str) -> None:
+    # The object goes when Python takes modules apart, after it has given signals their old meaning back.
+    code = (
+        "import os, signal, sys\nfrom pipeline.cli import run\n"
+        "class Late:\n    def __del__(self, kill=os.kill, me=os.getpid(), number=signal.SIGTERM): kill(me, number)\n"
+        "late = Late()\n"
+        "sys.exit(run(sys.argv[1:]))"
+    )
+    words = ["--run", run_name, "--set", f"redis.url={valkey_url}", "--set", "scoring.rewards=[{function='no:where'}]"]
+    done = subprocess.run([sys.executable, "-c", code, "scorer", *words], cwd=ROOT, capture_output=True, check=False)
+    assert done.returncode == 2, done.stderr

@@ -185,6 +185,14 @@ def test_broken_toml_names_file_and_line(tmp_path: Path) -> None:
     assert "line 3" in text
 
 
+def test_a_byte_order_mark_is_no_setting_and_another_encoding_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.toml", "\ufeff[run]\nname = 'marked'\n")
+    assert load_config([path], environ={}).run.name == "marked"
+    path.write_text("run.name = 'marked'", encoding="utf-16")
+    with pytest.raises(ConfigError, match="not UTF-8 at byte 0; save the file as UTF-8"):
+        load_config([path], environ={})
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml: there is no such file"):
         load_config([tmp_path / "nowhere.toml"], environ={})

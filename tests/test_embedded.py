@@ -72,6 +72,15 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def test_a_server_that_does_not_end_when_asked_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.embedded.STOP_TIMEOUT_S", 0.2)
+    with EmbeddedServer.start() as server, client(server.url) as other:
+        pid = int(other.info("server")["process_id"])
+        os.kill(pid, signal.SIGSTOP)
+        server.stop()
+    until(lambda: not is_alive(pid))
+
+
 def test_an_interrupt_of_the_terminal_does_not_reach_the_server() -> None:
     with EmbeddedServer.start() as server, client(server.url) as other:
         pid = int(other.info("server")["process_id"])

@@ -211,3 +211,21 @@ async def test_a_lock_that_expired_is_renewed_only_by_its_last_holder(fleet: Fle
     assert not await fleet.renew_trainer("a", 10)
     with pytest.raises(TrainerReplacedError, match="another trainer"):
         await fleet.hold_trainer("a", 10)
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"garbage", b"1 2", b"a b {}", b"1 2 [3]", b"1 2 {", b"\xff \xff \xff", b"1 2 null"]
+)
+async def test_what_no_worker_wrote_into_the_registry_is_passed_over(
+    fleet: Fleet, redis: Redis, keys: Keys, value: bytes
+) -> None:
+    await fleet.register(WorkerInfo(worker_id="scorer-a", role="scorer", host="here", pid=1))
+    await redis.hset(keys.workers, "\udcff".encode("utf-8", "surrogateescape"), value)  # type: ignore[misc]
+    assert [worker.worker_id for worker in await fleet.workers()] == ["scorer-a"]
+
+
+async def test_a_worker_of_another_version_that_says_less_is_there(fleet: Fleet, redis: Redis, keys: Keys) -> None:
+    seconds, _ = await redis.time()
+    await redis.hset(keys.workers, "scorer-b", f'{seconds}000000 {seconds}000000 {{"role":"scorer"}}')  # type: ignore[misc]
+    (worker,) = await fleet.workers()
+    assert (worker.role, worker.is_alive, worker.status) == ("scorer", True, {})

@@ -103,3 +103,11 @@ def test_progress_ages_while_nothing_moves() -> None:
         said = rates.measure()
     assert said["progress_age_s"] == 90
     assert said["groups_per_s"] == 0
+
+
+def test_tokens_of_a_group_in_work_are_progress() -> None:
+    metrics, now = Metrics("run", "generator", "generator-1"), [0.0]
+    rates = Rates(metrics, clock=lambda: now[0])
+    for now[0], tokens in ((30.0, 100), (60.0, 200), (90.0, 200)):
+        said = rates.measure(tokens)
+    assert said["progress_age_s"] == 30.0

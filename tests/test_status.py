@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from pipeline.config import QueueSettings
 from pipeline.fleet import Fleet, WorkerInfo
 from pipeline.keys import Keys, Stream
+from pipeline.leases import Death
 from pipeline.ledger import Depth
 from pipeline.messages import Json
 from pipeline.roster import RunFacts
@@ -101,6 +102,39 @@ def test_stage_that_holds_groups_and_moves_none_is_named() -> None:
 def test_trainer_that_feeds_nothing_is_named() -> None:
     found = limit(depths(), everyone(progress_age_s=90))
     assert (found.stage, found.is_blocked) == ("trainer", True)
+
+
+def test_a_trainer_in_the_middle_of_a_long_step_blocks_nothing() -> None:
+    busy = worker("trainer", progress_age_s=300, busy_with="an optimiser step", busy_s=290.0)
+    others = [worker("generator", progress_age_s=300, waiting_for="weights of version 3"), worker("scorer")]
+    others = [worker(seen.role, **{**seen.status, "progress_age_s": 300}) for seen in others]
+    found = limit(depths(2, 0, 4, pending=4), [*others, busy])
+    assert not found.is_blocked
+    found = limit(depths(0, 0, 4, pending=4), [worker(seen.role, progress_age_s=300) for seen in others] + [busy])
+    assert found == Limit(stage="trainer", reason="the trainer has been busy with an optimiser step for 290 s")
+
+
+@pytest.mark.parametrize("held", [0, 3])
+def test_groups_that_all_die_are_named_with_the_last_reason(held: int) -> None:
+    losing = worker("trainer", dead_in_step=9, dropped_in_step=1, held=held, groups_per_step=8)
+    workers = [worker("generator"), worker("scorer"), losing]
+    death = Death(stream=Stream.ROLLOUTS, reason="the payload is too large")
+    found = limiting_stage(depths(8, 2), workers, RunFacts(at=0.0, run_id="x"), death)
+    assert (found.stage, found.is_blocked) == ("scorer", held == 0)
+    assert found.reason.startswith(f"9 groups died since the last step, and {held} of 8 groups for the next step")
+    assert "the last died in rollouts: the payload is too large" in found.reason
+
+
+def test_groups_that_are_all_filtered_are_named() -> None:
+    losing = worker("trainer", dead_in_step=0, dropped_in_step=64, held=1, groups_per_step=8)
+    found = limit(depths(8, 2), [worker("generator"), worker("scorer"), losing])
+    assert (found.stage, found.is_blocked) == ("scorer", False)
+    assert found.reason.startswith("64 groups were filtered since the last step")
+
+
+def test_a_few_that_die_on_the_way_are_nothing_to_speak_of() -> None:
+    few = worker("trainer", dead_in_step=3, dropped_in_step=4, held=1, groups_per_step=8)
+    assert "step" not in limit(depths(8, 2), [worker("generator"), worker("scorer"), few]).reason
 
 
 @pytest.mark.parametrize(

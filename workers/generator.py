@@ -37,6 +37,7 @@ class GenerationWork:
 
     def capacity(self) -> int:
         """Groups for which there are free slots; one more than fits when nothing runs."""
+        self._say_progress()
         free = self._engine.max_num_seqs - self._engine.num_unfinished_seqs
         if self._engine.num_unfinished_seqs == 0:
             return max(1, free // self._group_size)
@@ -57,13 +58,17 @@ class GenerationWork:
         )
         context.metrics.tokens_in_total.inc(len(prompt.prompt_token_ids))
         context.metrics.tokens_out_total.inc(sum(len(completion) for completion in completions))
-        context.set_status(tokens_generated=self._engine.num_tokens_generated)
+        self._say_progress()
         return Entry(
             group_id=lease.group_id,
             weight_version=min(completion.spans[0].weight_version for completion in completions),
             payload=encode(rollout),
             is_evaluation=prompt.is_evaluation,
         )
+
+    def _say_progress(self) -> None:
+        """A group may take minutes, in which only its tokens show that it moves."""
+        self._context.set_status(tokens_generated=self._engine.num_tokens_generated)
 
     async def _until_version(self, min_version: int) -> None:
         """Waits for weights that this prompt allows; hands it back when they do not come."""
@@ -79,6 +84,7 @@ class GenerationWork:
         context = self._context
         while not context.draining.is_set() and not self._is_fresh():
             started = time.monotonic()
+            self._say_progress()
             context.waiting_for(self._missing_weights())
             self.version_changed.clear()
             await context.wait_for_any(self.version_changed, timeout_s=_FRESHNESS_WAIT_S)

@@ -118,16 +118,24 @@ class Trainer:
             waiting.cancel()
             draining.cancel()
             self._context.waiting_for(None)
+            self._context.set_status(dead_in_step=0, dropped_in_step=0)
 
-    def _say_waiting(self) -> None:
+    def _say_waiting(self, num_dropped: int, num_dead: int) -> None:
         self._slots_freed.set()
         self._context.waiting_for("scored groups")
+        self._context.set_status(
+            dead_in_step=num_dead,
+            dropped_in_step=num_dropped,
+            held=self._collector.num_held,
+            groups_per_step=self._config.trainer.groups_per_step,
+        )
 
     async def _step(self, batch: Sequence[HeldGroup], *, waited_s: float) -> None:
         groups = [held.group for held in batch]
         version = self._state.version
         started = time.monotonic()
-        metrics = await asyncio.to_thread(self._learner.step, groups, trainer_version=version)
+        with self._context.busy_with("an optimiser step"):
+            metrics = await asyncio.to_thread(self._learner.step, groups, trainer_version=version)
         step_s = time.monotonic() - started
         self._state = self._state.after_step([held.lease.group_id for held in batch])
         if self._state.step % self._config.weights.publish_every == 0 or self._has_done_all_steps():
@@ -153,12 +161,14 @@ class Trainer:
     async def _publish(self) -> None:
         version = self._state.version
         started = time.monotonic()
-        state = await asyncio.to_thread(self._learner.export_weights, version)
+        with self._context.busy_with("copying its weights"):
+            state = await asyncio.to_thread(self._learner.export_weights, version)
         # First the number, then the weights: a trainer that dies in between leaves a number that is
         # never used, not weights whose number its successor would use again.
         self._recovery.remember(version)
         await self._context.fleet.set_version(version)
-        await asyncio.to_thread(self._publisher.publish, state)
+        with self._context.busy_with("publishing its weights"):
+            await asyncio.to_thread(self._publisher.publish, state)
         self._context.metrics.weight_publish_seconds.observe(time.monotonic() - started)
         self._context.metrics.weight_version.set(version)
         self._context.metrics.weight_bytes_total.inc(state.num_bytes)

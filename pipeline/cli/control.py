@@ -25,9 +25,11 @@ def pause(sources: Sources) -> int:
     async def body(redis: Redis, keys: Keys) -> None:
         from pipeline.fleet import Fleet
 
-        await Fleet(redis, keys).pause()
+        fleet = Fleet(redis, keys)
+        await fleet.refuse_unknown()
+        await fleet.pause()
 
-    with_redis(sources.load(), body)
+    with_redis(sources, body)
     click.echo("paused; `rollstream resume` goes on")
     return 0
 
@@ -40,9 +42,11 @@ def resume(sources: Sources) -> int:
     async def body(redis: Redis, keys: Keys) -> None:
         from pipeline.fleet import Fleet
 
-        await Fleet(redis, keys).resume()
+        fleet = Fleet(redis, keys)
+        await fleet.refuse_unknown()
+        await fleet.resume()
 
-    with_redis(sources.load(), body)
+    with_redis(sources, body)
     click.echo("resumed")
     return 0
 
@@ -57,9 +61,11 @@ def drain(sources: Sources, target: str) -> int:
     async def body(redis: Redis, keys: Keys) -> list[str]:
         from pipeline.fleet import Fleet
 
-        return await Fleet(redis, keys).drain(target)
+        fleet = Fleet(redis, keys)
+        await fleet.refuse_unknown()
+        return await fleet.drain(target)
 
-    chosen = with_redis(sources.load(), body)
+    chosen = with_redis(sources, body)
     if not chosen:
         raise UsageError(f"no worker has the role or id {target!r}; `rollstream workers` lists them")
     for worker_id in chosen:
@@ -72,7 +78,7 @@ def drain(sources: Sources, target: str) -> int:
 @takes_config
 def reset(sources: Sources, is_sure: bool) -> int:
     """Remove all that Redis holds of a run that is over. Its directory stays."""
-    config = sources.load()
+    run = sources.load().run.name
 
     async def body(redis: Redis, keys: Keys) -> int:
         from pipeline.fleet import Fleet
@@ -80,6 +86,7 @@ def reset(sources: Sources, is_sure: bool) -> int:
         return await Fleet(redis, keys).forget_run()
 
     if not is_sure:
-        click.confirm(f"Remove the groups, dead letters and accounts of run {config.run.name!r}?", abort=True)
-    click.echo(f"removed {with_redis(config, body)} keys of run {config.run.name!r}; its directory is untouched")
+        click.confirm(f"Remove the groups, dead letters and accounts of run {run!r}?", abort=True)
+    removed = with_redis(sources, body, starts_server=True)
+    click.echo(f"removed {removed} keys of run {run!r}; its directory is untouched")
     return 0

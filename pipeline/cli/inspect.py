@@ -21,7 +21,6 @@ from pipeline.keys import Keys, Stream
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-    from pipeline.config import Config
     from pipeline.fleet import WorkerInfo
     from pipeline.leases import DeadLetter, Queued
     from pipeline.ledger import Depth, Ledger
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 _CONSUMER = "command-line"
 _WATCH_INTERVAL_S = 1.0
+_KINDS = ((True, "evaluation"), (False, "training"))
 _FOLDER = click.Path(path_type=Path, file_okay=False)
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 as_count = click.option("-n", "--count", type=click.IntRange(min=1), default=10, show_default=True)
@@ -44,9 +44,8 @@ def status(sources: Sources, is_watch: bool, is_json: bool) -> int:
     """Show queues, workers, progress, and which stage limits the rate."""
     from pipeline.status import render
 
-    config = sources.load()
     while True:
-        now = _collect_status(config)
+        now = _collect_status(sources)
         if is_json:
             echo_json(now)
         elif is_watch:
@@ -69,7 +68,7 @@ def workers(sources: Sources, is_json: bool) -> int:
 
         return await Fleet(redis, keys).workers()
 
-    found = with_redis(sources.load(), body)
+    found = with_redis(sources, body)
     if is_json:
         echo_json(found)
         return 0
@@ -94,7 +93,7 @@ def streams(context: click.Context, sources: Sources, is_json: bool) -> int:
     async def body(streams: Streams) -> tuple[Mapping[Stream, Depth], Ledger]:
         return await streams.depths(), await streams.ledger()
 
-    depths, ledger = _with_streams(sources.load(), body)
+    depths, ledger = _with_streams(sources, body)
     if is_json:
         echo_json({"streams": depths, "ledger": ledger, "balances": ledger.balances})
         return 0
@@ -122,7 +121,7 @@ def peek(sources: Sources, stream: str, count: int, is_json: bool) -> int:
     async def body(streams: Streams) -> Sequence[Queued]:
         return await streams.peek(Stream(stream), count)
 
-    entries = _with_streams(sources.load(), body)
+    entries = _with_streams(sources, body)
     if is_json:
         echo_json(entries)
         return 0
@@ -140,7 +139,7 @@ def peek(sources: Sources, stream: str, count: int, is_json: bool) -> int:
 @as_json
 def dead_letters(sources: Sources, count: int, is_json: bool, folder: Path | None) -> int:
     """Show groups that no one could process, and why."""
-    letters = _with_streams(sources.load(), lambda streams: streams.dead_letters(count))
+    letters = _with_streams(sources, lambda streams: streams.dead_letters(count))
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         for letter in letters:
@@ -166,7 +165,7 @@ def requeue(sources: Sources, letters: tuple[str, ...], is_all: bool, payload: P
         raise UsageError(f"--payload {payload} is for one letter: name it")
     mended = {} if payload is None else {letters[0]: payload.read_bytes()}
     ids = None if is_all else list(letters)
-    moved = _with_streams(sources.load(), lambda streams: streams.requeue(ids, mended))
+    moved = _with_streams(sources, lambda streams: streams.requeue(ids, mended), must_exist=True)
     click.echo(f"{moved} put back")
     return 0
 
@@ -230,22 +229,28 @@ def list_checkpoints(sources: Sources, is_json: bool) -> int:
     return 0
 
 
-def _collect_status(config: Config) -> RunStatus:
+def _collect_status(sources: Sources) -> RunStatus:
     async def body(redis: Redis, keys: Keys) -> RunStatus:
         from pipeline.status import collect
 
         return await collect(redis, keys)
 
-    return with_redis(config, body)
+    return with_redis(sources, body)
 
 
-def _with_streams(config: Config, body: Callable[[Streams], Awaitable[R]]) -> R:
+def _with_streams(sources: Sources, body: Callable[[Streams], Awaitable[R]], *, must_exist: bool = False) -> R:
+    """What `body` finds in the streams of a run that may be over. must_exist: before it changes anything."""
+    settings = sources.load().queues
+
     async def opened(redis: Redis, keys: Keys) -> R:
+        from pipeline.fleet import Fleet
         from pipeline.streams import Streams
 
-        return await body(Streams(redis, keys, config.queues, consumer=_CONSUMER))
+        if must_exist:
+            await Fleet(redis, keys).refuse_unknown()
+        return await body(Streams(redis, keys, settings, consumer=_CONSUMER))
 
-    return with_redis(config, opened)
+    return with_redis(sources, opened, starts_server=True)
 
 
 def _without_payload(letter: DeadLetter) -> dict[str, object]:
@@ -254,11 +259,21 @@ def _without_payload(letter: DeadLetter) -> dict[str, object]:
 
 
 def _show_sample(sample: Mapping[str, Any], is_json: bool) -> None:
+    """A record may be older than this version, or come from other hands: shows what there is of it."""
     if is_json:
         echo_json(sample)
         return
-    kind = "evaluation" if sample["is_evaluation"] else "training"
-    click.echo(f"step {sample['step']}, group {sample['group_id']} ({kind})")
-    click.echo(f"  prompt: {sample['prompt']!r}")
-    for completion in sample["completions"]:
-        click.echo(f"  reward {completion['reward']}, versions {completion['versions']}: {completion['text']!r}")
+    kind = next((f" ({name})" for is_it, name in _KINDS if sample.get("is_evaluation") is is_it), "")
+    click.echo(f"step {sample.get('step', '?')}, group {sample.get('group_id', '?')}{kind}")
+    if "prompt" in sample:
+        click.echo(f"  prompt: {sample['prompt']!r}")
+    completions = sample.get("completions")
+    for completion in completions if isinstance(completions, list) else []:
+        click.echo(f"  {_completion(completion)}")
+
+
+def _completion(completion: object) -> str:
+    if not isinstance(completion, Mapping):
+        return repr(completion)
+    said = [f"{name} {completion[name]}" for name in ("reward", "versions") if name in completion]
+    return ": ".join([*([", ".join(said)] if said else []), repr(completion.get("text"))])

@@ -5,7 +5,9 @@ In: the options of a command line. Out: a `Config`, a connection, printed output
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import shlex
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -37,6 +39,17 @@ class Sources:
         from pipeline.config_files import load_config
 
         return load_config(self.files or self._default_files(), overrides=self.overrides)
+
+    @property
+    def words(self) -> str:
+        """The options that lead to the same settings, as one types them; never a secret."""
+        words = [word for file in self.files for word in ("-c", file)]
+        for name, _, value in (text.partition("=") for text in self.overrides):
+            if name.strip() == "run.name":
+                words += ("--run", value.strip())
+            elif name.strip() != "redis.url":
+                words += ("--set", f"{name}={value}")
+        return "".join(f" {shlex.quote(word)}" for word in words)
 
     @staticmethod
     def _default_files() -> tuple[Path, ...]:
@@ -73,33 +86,62 @@ def _outer_sources() -> Sources:
 as_json = click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 
 
-def with_redis(config: Config, body: Callable[[Redis, Keys], Awaitable[R]]) -> R:
+def with_redis(sources: Sources, body: Callable[[Redis, Keys], Awaitable[R]], *, starts_server: bool = False) -> R:
     """Run `body` with a connection to the run's server.
 
-    Raises ConfigError when there is no server to connect to, ServiceUnavailableError when it does not answer.
+    starts_server: where an `up` has ended, its private server is started for this, on what it kept.
+    Raises ConfigError when there is no server to connect to or it lets us not in,
+    ServiceUnavailableError when it does not answer.
     """
     import asyncio
 
-    from redis.exceptions import ConnectionError as Unreachable
-    from redis.exceptions import TimeoutError as TooLate
+    from redis.exceptions import RedisError
 
-    from pipeline.config_files import mask_url
-    from pipeline.errors import ServiceUnavailableError
     from pipeline.keys import Keys
-    from pipeline.server_address import with_server
     from pipeline.streams import connect
 
-    resolved = with_server(config)
+    config = sources.load()
 
-    async def connected() -> R:
+    async def connected(resolved: Config) -> R:
         # A person waits for the answer: no retries.
         async with connect(resolved.redis, retries=0) as redis:
             return await body(redis, Keys(config.run.name))
 
-    try:
-        return asyncio.run(connected())
-    except (Unreachable, TooLate, OSError) as error:
-        url = mask_url(resolved.redis.url.get_secret_value())
-        raise ServiceUnavailableError(
-            f"redis.url = {url}: the server does not answer ({type(error).__name__})"
-        ) from None
+    with _served(config, sources.words, starts_server=starts_server) as resolved:
+        try:
+            return asyncio.run(connected(resolved))
+        except (RedisError, OSError) as error:
+            raise _explained(error, resolved) from None
+
+
+@contextmanager
+def _served(config: Config, words: str, *, starts_server: bool) -> Iterator[Config]:
+    """The settings with the address of a server that is there."""
+    from pipeline.local_run import kept_server
+    from pipeline.server_address import find_server, kept_dir, with_server
+
+    is_embedded = config.redis.url.get_secret_value() == "embedded"
+    if starts_server and is_embedded and find_server(config.run_dir) is None and kept_dir(config).is_dir():
+        with kept_server(config) as resolved:
+            yield resolved
+        return
+    yield with_server(config, words)
+
+
+def _explained(error: Exception, config: Config) -> Exception:
+    """What a person can do about it; the error itself where that is nothing."""
+    from redis.exceptions import ConnectionError as Unreachable
+    from redis.exceptions import TimeoutError as TooLate
+
+    from pipeline.config_files import mask_url
+    from pipeline.connection import passes, refusal
+    from pipeline.errors import ConfigError, ServiceUnavailableError
+
+    server = f"redis.url = {mask_url(config.redis.url.get_secret_value())}"
+    if why := refusal(error):
+        return ConfigError(f"{server}: {why}")
+    if passes(error):
+        return ServiceUnavailableError(f"{server}: the server does not take this now ({error}); try again when it does")
+    if isinstance(error, (Unreachable, TooLate, OSError)):
+        return ServiceUnavailableError(f"{server}: the server does not answer ({type(error).__name__})")
+    return error

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 import click
 
@@ -25,9 +26,15 @@ def _worker(role: str, summary: str) -> click.Command:
 
         # Before the worker listens to signals, and after it has ceased to, a signal finds nothing to drain.
         signal.signal(signal.SIGTERM, _leave)
-        config = with_server(sources.load())
+        config = with_server(sources.load(), sources.words)
         main: Callable[..., int] = import_module(f"workers.{role}").main
-        return main(config)
+        try:
+            return main(config)
+        finally:
+            # It has handed everything back. A signal now, which Python no longer handles, would only
+            # replace the exit code that says how it ended.
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
 
     return command
 
@@ -71,7 +78,8 @@ def up(sources: Sources, num_generators: int, num_scorers: int, has_exporter: bo
 
 @click.command()
 @click.option("--steps", type=click.IntRange(min=1), help="Optimiser steps.")
-@click.option("--generators", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--engine", type=click.Choice(["transformers", "vllm"]), default="transformers", show_default=True)
+@click.option("--generators", type=click.IntRange(min=1), help="Generator processes.  [default: 2, with vLLM 1]")
 @click.option("--scorers", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--max-staleness", type=click.IntRange(min=0), help="In weight versions.")
@@ -79,7 +87,8 @@ def up(sources: Sources, num_generators: int, num_scorers: int, has_exporter: bo
 @as_json
 def demo(
     steps: int | None,
-    generators: int,
+    engine: Literal["transformers", "vllm"],
+    generators: int | None,
     scorers: int,
     seed: int,
     max_staleness: int | None,
@@ -90,6 +99,7 @@ def demo(
     from pipeline.demo.command import run_demo
 
     return run_demo(
+        engine=engine,
         steps=steps,
         generators=generators,
         scorers=scorers,

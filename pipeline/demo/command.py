@@ -12,7 +12,7 @@ import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -20,7 +20,7 @@ from pipeline.cli.console import Console
 from pipeline.config import Config
 from pipeline.demo.prepare import prepare
 from pipeline.demo.settings import demo_config
-from pipeline.demo.summary import samples_before_and_after, summarise
+from pipeline.demo.summary import num_steps_of_a_part, samples_before_and_after, summarise
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys
 from pipeline.local_run import Crew, LocalRun
@@ -28,6 +28,7 @@ from pipeline.recorder import plot_curve
 from pipeline.streams import Ledger, Streams, connect
 
 _POLL_S = 0.5
+_DEFAULT_GENERATORS = {"transformers": 2, "vllm": 1}  # vLLM is three processes already
 
 
 @dataclass(slots=True)
@@ -43,8 +44,9 @@ class Observed:
 
 def run_demo(
     *,
+    engine: Literal["transformers", "vllm"],
     steps: int | None,
-    generators: int,
+    generators: int | None,
     scorers: int,
     seed: int,
     max_staleness: int | None,
@@ -57,7 +59,10 @@ def run_demo(
     name = _free_name(directory)
     click.echo("preparing: a tiny model learns the task by supervision, but not well")
     prepared = prepare(directory / name / "start", seed)
-    config = demo_config(prepared, run_dir=directory, name=name, seed=seed, steps=steps, max_staleness=max_staleness)
+    config = demo_config(
+        prepared, run_dir=directory, name=name, seed=seed, engine=engine, steps=steps, max_staleness=max_staleness
+    )
+    generators = generators or _DEFAULT_GENERATORS[engine]
     click.echo(f"running: {generators} generators, {scorers} scorers, 1 trainer, 1 exporter, 1 Valkey server")
     rl_started = time.monotonic()
     code, observed = asyncio.run(_run(config, Crew(num_generators=generators, num_scorers=scorers)))
@@ -65,6 +70,9 @@ def run_demo(
     if code != 0:
         click.echo(f"error: the run ended with exit code {code}; what its workers said is above", err=True)
         return code
+    if (num_steps := num_steps_of_a_part(config)) is not None:
+        click.echo(f"stopped after {num_steps} of {config.trainer.max_steps} steps; records are in {config.run_dir}")
+        return 0
     summary = summarise(config, observed.statuses, observed.ledger, rl_wall_s=rl_wall_s)
     summary["wall_s"] = round(time.monotonic() - started, 1)
     _show(config, summary)
@@ -118,6 +126,7 @@ def _show(config: Config, summary: dict[str, Any]) -> None:
         f"in {summary['steps']} steps and {summary['rl_wall_s']:.0f} s; "
         f"staleness {summary['staleness_mean']:.2f} on average, {summary['staleness_max']:.0f} at most"
     )
+    click.echo(f"{summary['mixed_completions']} completions went on in mid-sentence while the weights changed")
     ledger = summary["ledger"]
     click.echo(
         f"ledger: {ledger['fed']} groups fed = {ledger['trained']} trained + {sum(ledger['dropped'].values())} dropped "

@@ -8,6 +8,7 @@ held-out words right, 30 steps bring more than nine in ten.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pipeline.config import (
     AlgorithmSettings,
@@ -26,7 +27,7 @@ from pipeline.config import (
 from pipeline.demo.prepare import Prepared
 from pipeline.demo.task import WORD_LENGTH
 
-DEFAULT_STEPS = 80
+DEFAULT_STEPS = 100
 DEFAULT_MAX_STALENESS = 2
 
 
@@ -36,6 +37,7 @@ def demo_config(
     run_dir: Path,
     name: str,
     seed: int,
+    engine: Literal["transformers", "vllm"] = "transformers",
     steps: int | None = None,
     max_staleness: int | None = None,
 ) -> Config:
@@ -44,7 +46,7 @@ def demo_config(
         run=RunSettings(name=name, dir=run_dir, seed=seed),
         model=ModelSettings(path=str(prepared.model)),
         data=DataSettings(path=str(prepared.training), eval_path=str(prepared.held_out)),
-        generation=GenerationSettings(group_size=8, max_tokens=WORD_LENGTH + 2, max_num_seqs=64),
+        generation=GenerationSettings(engine=engine, group_size=8, max_tokens=WORD_LENGTH + 2, max_num_seqs=64),
         scoring=ScoringSettings(rewards=[RewardSettings(function="exact_match")], num_processes=1),
         staleness=StalenessSettings(max_staleness=DEFAULT_MAX_STALENESS if max_staleness is None else max_staleness),
         algorithm=AlgorithmSettings(preset="grpo", clip_low=0.2, clip_high=0.28),

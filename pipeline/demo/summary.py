@@ -18,12 +18,21 @@ from pipeline.streams import Ledger
 _SHOWN = 3
 
 
+def num_steps_of_a_part(config: Config) -> int | None:
+    """Steps done by a run that was ended before there was anything to compare; None where it is whole."""
+    rows = read_metrics(config.run_dir)
+    num_steps = sum("reward_mean" in row for row in rows)
+    is_whole = num_steps >= config.trainer.max_steps and any("eval_reward" in row for row in rows)
+    return None if is_whole else num_steps
+
+
 def summarise(
     config: Config, statuses: Mapping[str, tuple[str, Mapping[str, Any]]], ledger: Ledger | None, *, rl_wall_s: float
 ) -> dict[str, Any]:
     """The summary that `rollstream demo --json` prints.
 
     trainer_idle_ratio: share of the time between first and last step spent waiting for groups.
+    mixed_completions: trained on, begun under one version of the weights and ended under another.
     generator_busy_ratio: mean share of time with a group in work, over generators.
     """
     rows = read_metrics(config.run_dir)
@@ -47,6 +56,7 @@ def summarise(
         "staleness_max": max(row["staleness_max"] for row in steps),
         "max_staleness": config.staleness.max_staleness,
         "tokens_over_max_staleness": int(sum(row["stale_tokens"] for row in steps)),
+        "mixed_completions": int(sum(row["mixed_completions"] for row in steps)),
         "ledger": None if ledger is None else dataclasses.asdict(ledger),
         "ledger_balances": ledger is not None and ledger.balances,
         "trainer_idle_ratio": round(waited / wall, 4) if wall else None,
@@ -61,9 +71,14 @@ def samples_before_and_after(run_dir: Path) -> Iterator[tuple[dict[str, Any], di
     first: dict[int, dict[str, Any]] = {}
     last: dict[int, dict[str, Any]] = {}
     for record in all_samples(run_dir):
-        if record["is_evaluation"]:
+        if record.get("is_evaluation") is not True:
+            continue
+        try:
             sample = {"prompt": record["prompt"], "text": record["completions"][0]["text"]}
-            first.setdefault(record["dataset_index"], sample)
-            last[record["dataset_index"]] = sample
+            index = int(record["dataset_index"])
+        except (KeyError, IndexError, TypeError, ValueError):
+            continue  # a directory that was there before may hold records of another version
+        first.setdefault(index, sample)
+        last[index] = sample
     for index in sorted(first)[:_SHOWN]:
         yield first[index], last[index]

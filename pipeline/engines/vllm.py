@@ -25,7 +25,7 @@ from pipeline.engines.vllm_adapters import Adapter, AdapterShelf
 from pipeline.engines.vllm_options import engine_arguments, installed_version, prepare_environment
 from pipeline.engines.vllm_outputs import Draft, Segment, TokenCounter
 from pipeline.engines.vllm_requests import completion_text, sampling_values, token_limit
-from pipeline.errors import ConfigError, EngineError, EngineLostError, WeightError
+from pipeline.errors import ConfigError, EngineError, EngineLostError, ModelError, WeightError
 from pipeline.logs import get_logger
 from pipeline.messages import Completion, PromptGroup
 from pipeline.model_weights import stage_weights
@@ -35,6 +35,7 @@ from pipeline.weights import WeightKind, WeightState
 if TYPE_CHECKING:
     import torch
 
+_NO_MASKS = "sampling distribution replay requires"
 _FIRST_VERSION = "0.32"  # its outputs say which weights drew each token
 
 log = get_logger()
@@ -69,6 +70,7 @@ class VllmEngine:
         self._adapters: AdapterShelf | None = None
         self._version: int | None = None
         self._counter = TokenCounter()
+        self._masks_from_logprobs = False
         self._sequences: set[_Sequence] = set()
         self._one_update = asyncio.Lock()
 
@@ -99,7 +101,8 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Load the model. Raises ModelError or ConfigError."""
-        self._llm = await asyncio.to_thread(self._load)
+        await asyncio.to_thread(self._load)
+        await self._probe()
         if self._config.lora.rank:
             self._adapters = AdapterShelf(self._llm, self._config.lora)
 
@@ -131,11 +134,12 @@ class VllmEngine:
 
     async def close(self) -> None:
         """End vLLM's processes; what is still in flight ends with EngineError. Safe to call twice."""
-        llm, self._llm, self._version = self._llm, None, None
-        if llm is not None:
-            await self._abort_all(llm)
-            await asyncio.to_thread(llm.shutdown)
-            del llm
+        self._version = None
+        if self._llm is not None:
+            await self._abort_all(self._llm)
+            if handler := getattr(self._llm, "output_handler", None):
+                handler.cancel()  # or it reports the end of the other processes as a failure
+            await asyncio.to_thread(self._shut_down)
             gc.collect()  # what is left of it for the end of the interpreter complains then
         self._shared.close()
 
@@ -178,13 +182,19 @@ class VllmEngine:
             raise EngineLostError(f"vLLM has ended: {error}") from error
         except (EngineGenerateError, ValueError) as error:
             raise EngineError(f"group {prompt.group_id}: vLLM failed: {error.__cause__ or error}") from error
-        return Segment.of(outputs[-1].outputs[0], adapter_version=adapter.version if adapter else None)
+        return Segment.of(
+            outputs[-1].outputs[0],
+            adapter_version=adapter.version if adapter else None,
+            has_all_logprobs=self._masks_from_logprobs and prompt.sampling.keep_sampling_mask,
+        )
 
     def _sampling_params(self, prompt: PromptGroup, index: int, so_far: int, max_tokens: int) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         values = sampling_values(prompt, index, so_far=so_far, max_tokens=max_tokens, end_ids=self._end_ids)
+        if self._masks_from_logprobs and prompt.sampling.keep_sampling_mask:
+            values["logprobs"] = -1
         return SamplingParams(**values, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)
 
     def _check_serving(self) -> None:
@@ -253,7 +263,27 @@ class VllmEngine:
 
     # Starting
 
-    def _load(self) -> Any:
+    async def _probe(self) -> None:
+        """One token: what vLLM cannot do with this model on this machine shows only when it is run."""
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            async for _ in self._llm.generate(tokens_input([self._end_ids[0]]), SamplingParams(max_tokens=1), "probe"):
+                pass
+        except EngineDeadError as error:
+            await self.close()
+            raise ModelError(
+                f"vLLM {installed_version()} cannot run model.path = {self._config.model.path!r} on this machine; "
+                'what it printed above says why. generation.engine = "transformers" runs more models'
+            ) from error
+
+    def _shut_down(self) -> None:
+        llm, self._llm, self._adapters = self._llm, None, None
+        llm.shutdown()
+
+    def _load(self) -> None:
         config = self._config
         prepare_environment(config.generation, os.environ)
         device = resolve_device(config.generation.device)
@@ -267,7 +297,15 @@ class VllmEngine:
             context=self._context,
             is_cpu=device.type == "cpu",
         )
-        return _start(arguments, self._counter)
+        try:
+            self._llm = _start(arguments, self._counter)
+        except ConfigError as error:
+            if not arguments["return_sampling_mask"] or _NO_MASKS not in str(error):
+                raise
+            # This runner keeps no sampling masks, so they are read off the logprobs of all tokens.
+            log.warning("masks_from_logprobs", reason=_NO_MASKS, cost="logprobs of the whole vocabulary at each token")
+            self._masks_from_logprobs = True
+            self._llm = _start(arguments | {"return_sampling_mask": False, "max_logprobs": -1}, self._counter)
 
 
 def _start(arguments: dict[str, Any], counter: TokenCounter) -> Any:
@@ -282,9 +320,9 @@ def _start(arguments: dict[str, Any], counter: TokenCounter) -> Any:
         raise ConfigError(
             f"vLLM {installed_version()} does not say which weights drew a token; install {_FIRST_VERSION} or newer"
         )
-    transfer = WeightTransferConfig(**arguments.pop("weight_transfer_config"))
+    transfer = WeightTransferConfig(**arguments["weight_transfer_config"])
     try:
-        engine_args = AsyncEngineArgs(weight_transfer_config=transfer, **arguments)
+        engine_args = AsyncEngineArgs(**(arguments | {"weight_transfer_config": transfer}))
         return AsyncLLM.from_engine_args(engine_args, stat_loggers=[counter.logger])
     except (TypeError, ValueError) as error:
         raise ConfigError(f"vLLM {installed_version()} refuses its arguments (generation.vllm): {error}") from error

@@ -63,7 +63,7 @@ def engine_arguments(config: Config, *, dtype: str, context: int, is_cpu: bool) 
         "weight_transfer_config": {"backend": BACKEND},
         "enable_prefix_caching": True,
         "return_sampling_mask": _is_truncated(generation) and generation.replay_sampling_mask,
-        "generation_config": "vllm",
+        "use_tqdm_on_load": False,
     }
     if is_cpu:
         # Its sampler cannot seed a prompt that is read in two parts, so none is ever split.

@@ -6,6 +6,7 @@ of the versions that drew it. Also counts tokens as they are drawn, for whoever 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,22 +30,24 @@ class Segment:
     kept_ids: list[list[int]] | None
 
     @classmethod
-    def of(cls, output: Any, *, adapter_version: int | None) -> Segment:
-        """From vLLM's `CompletionOutput`; adapter_version: of the adapter that drew all of it, where there is one.
+    def of(cls, output: Any, *, adapter_version: int | None, has_all_logprobs: bool = False) -> Segment:
+        """From vLLM's `CompletionOutput`.
 
-        Raises EngineError where it contradicts itself.
+        adapter_version: of the adapter that drew all of it, where there is one. has_all_logprobs: they
+        are of all tokens that could be drawn, which then are the sampling mask. Raises EngineError where
+        it contradicts itself.
         """
         token_ids, logprobs = list(output.token_ids), _logprobs(output)
         if len(logprobs) != len(token_ids):
             raise EngineError(f"vLLM gave {len(logprobs)} logprobs for {len(token_ids)} tokens")
-        mask = output.sampling_mask
+        kept_ids = None if output.sampling_mask is None else output.sampling_mask.token_ids
         return cls(
             token_ids=token_ids,
             logprobs=logprobs,
             spans=_spans(output, adapter_version) if token_ids else [],
             reason=finish_reason(output.finish_reason),
             stop_text=output.stop_reason if isinstance(output.stop_reason, str) else "",
-            kept_ids=None if mask is None else mask.token_ids,
+            kept_ids=_survivors(output.logprobs) if has_all_logprobs else kept_ids,
         )
 
 
@@ -126,17 +129,24 @@ def finish_reason(name: str | None) -> FinishReason | None:
 
 
 def _logprobs(output: Any) -> list[float]:
+    """Of the token that was drawn, at each position: it is the first that vLLM names."""
     found = output.logprobs
-    if found is None:
-        return []
-    return [float(value) for value in _sampled(found, output.token_ids)]
+    return [] if found is None else [found.logprobs[start] for start in found.start_indices]
 
 
-def _sampled(found: Any, token_ids: Any) -> list[float]:
-    """Logprob of the token that was drawn, at each position; it is the first that vLLM names."""
-    if hasattr(found, "start_indices"):
-        return [found.logprobs[start] for start in found.start_indices]
-    return [entry[token].logprob for entry, token in zip(found, token_ids, strict=True)]
+def _survivors(found: Any) -> list[list[int]]:
+    """Tokens that could be drawn, at each position: those that were cut have no probability."""
+    rows = zip(found.start_indices, found.end_indices, strict=True)
+    return [
+        sorted(
+            {
+                token
+                for token, value in zip(found.token_ids[start:end], found.logprobs[start:end], strict=True)
+                if value > -math.inf
+            }
+        )
+        for start, end in rows
+    ]
 
 
 def _spans(output: Any, adapter_version: int | None) -> list[tuple[int, int]]:

@@ -27,6 +27,7 @@ def describe_groups(groups: Sequence[ScoredGroup], assessments: Sequence[Assessm
     lengths = np.array(
         [len(completion) for group in groups for completion in group.rollout.completions], dtype=np.int64
     )
+    spans = [completion.spans for group in groups for completion in group.rollout.completions]
     num_tokens = sum(assessment.num_tokens for assessment in assessments)
     summed_age = sum(assessment.mean_age * assessment.num_tokens for assessment in assessments)
     return {
@@ -37,6 +38,7 @@ def describe_groups(groups: Sequence[ScoredGroup], assessments: Sequence[Assessm
         "reward_std": float(rewards.std()) if len(rewards) else 0.0,
         "completion_length_mean": float(lengths.mean()) if len(lengths) else 0.0,
         "completion_length_max": float(lengths.max(initial=0)),
+        "mixed_completions": float(sum(len(versions) > 1 for versions in spans)),
         "unscored_completions": float(len(lengths) - len(rewards)),
         "unscored_groups": float(sum(is_unscored(group) for group in groups)),
         "zero_variance_groups": float(sum(is_zero_variance(group) for group in groups)),

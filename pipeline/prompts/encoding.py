@@ -83,7 +83,7 @@ def _read_template(path: str) -> str | None:
     if not path:
         return None
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"model.chat_template = {path!r} cannot be read ({error}): name a Jinja file, or leave it empty "

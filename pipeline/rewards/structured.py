@@ -81,7 +81,7 @@ def _read(schema: str) -> object:
     path = Path(schema).expanduser()
     if not path.is_file():
         raise ValueError(f"schema = {schema!r} is neither JSON nor a file")
-    return _parsed(path.read_text(encoding="utf-8"))
+    return _parsed(path.read_text(encoding="utf-8-sig"))
 
 
 def _parsed(schema: object) -> object:

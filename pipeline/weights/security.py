@@ -44,7 +44,7 @@ def load_server_keys(path: str) -> ServerKeys | None:
         return None
     setting = f"weights.server_secret_key_file = {path!r}"
     try:
-        text = Path(path).read_text(encoding="ascii")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{setting} cannot be read: {error}") from error
     secret = _secret_in(text).encode()

@@ -14,7 +14,9 @@ from pipeline.config_check import check
 from pipeline.demo.cold_start import cold_start, exact_match, sequences
 from pipeline.demo.prepare import Prepared, prepare
 from pipeline.demo.settings import demo_config
+from pipeline.demo.summary import num_steps_of_a_part
 from pipeline.demo.task import ASK, VOCABULARY, WORD_LENGTH, make_words, save_tokenizer
+from pipeline.recorder import Recorder
 from pipeline.run_data import load_run_data
 
 
@@ -94,3 +96,15 @@ def test_settings_of_the_demo_pass_the_check_and_fit_the_data(prepared: Prepared
 def test_data_of_the_demo_are_plain_rows(prepared: Prepared) -> None:
     rows = [json.loads(line) for line in prepared.held_out.read_text(encoding="utf-8").splitlines()]
     assert all(row["prompt"] == row["answer"][::-1] + ASK for row in rows)
+
+
+def test_a_demo_that_was_stopped_is_not_summed_up(prepared: Prepared, tmp_path: Path) -> None:
+    config = demo_config(prepared, run_dir=tmp_path, name="demo", seed=0, steps=2, max_staleness=0)
+    assert num_steps_of_a_part(config) == 0
+    records = Recorder(config.run_dir, "trainer")
+    records.metrics(1, {"reward_mean": 0.5})
+    assert num_steps_of_a_part(config) == 1
+    records.metrics(2, {"reward_mean": 0.5})
+    assert num_steps_of_a_part(config) == 2, "without an evaluation"
+    records.metrics(2, {"eval_reward": 0.5})
+    assert num_steps_of_a_part(config) is None

@@ -14,6 +14,7 @@ import numpy as np
 
 from pipeline.keys import Keys, Stream
 from pipeline.messages import PromptGroup
+from pipeline.status import Limit, collect
 from pipeline.streams import Entry, Streams
 from pipeline.wire import encode
 from tests.groups import make_prompt, make_scored
@@ -248,3 +249,36 @@ async def test_a_run_whose_groups_all_die_ends_and_says_where_to_look(
         ledger = await run.ledger()
         assert ledger.trained == 0
         assert ledger.dead >= 2 * 4
+
+
+async def test_status_names_a_run_that_does_not_move_because_its_groups_die(
+    tmp_path: Path, valkey_url: str, run_name: str
+) -> None:
+    settings = ("queues.max_payload_bytes=600", "algorithm.max_refill=1000000")
+    async with running(tmp_path, valkey_url, run_name, *SCRIPTED, *settings) as run:
+        run.start_all()
+        seen: list[Limit] = []
+
+        async def is_named() -> bool:
+            seen.append((await collect(run.redis, Keys(run_name))).limit)
+            return "died since the last step" in seen[-1].reason
+
+        await run.until(is_named, "a limit that names the dead groups")
+        assert (seen[-1].stage, seen[-1].is_blocked) == ("scorer", True), seen[-1]
+        assert "the last died in rollouts: " in seen[-1].reason
+        assert "`rollstream streams dead-letters` shows all" in seen[-1].reason
+        await run.fleet.stop("the test is over")
+        await run.until_over()
+
+
+async def test_a_trainer_in_a_long_step_says_so(tmp_path: Path, valkey_url: str, run_name: str) -> None:
+    settings = ("trainer.scripted_step_s=3.0", "trainer.max_steps=1")
+    async with running(tmp_path, valkey_url, run_name, *SCRIPTED, *settings) as run:
+        trainer = run.start_all()
+
+        async def is_busy() -> bool:
+            info = await run.info(trainer)
+            return info is not None and info.status["busy_with"] == "an optimiser step"
+
+        await run.until(is_busy, "a trainer that is busy")
+        await run.until_over()

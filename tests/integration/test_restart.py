@@ -132,6 +132,38 @@ async def test_versions_go_on_rising_when_redis_lost_the_run_while_there_was_no_
         assert (await run.ledger()).dead == 0
 
 
+async def test_a_trainer_that_saw_redis_lose_the_run_is_followed_by_one_that_knows_it_again(
+    tmp_path: Path, valkey_url: str, run_name: str
+) -> None:
+    async with running(tmp_path, valkey_url, run_name, *SETTINGS, "trainer.max_steps=20") as run:
+        doomed = run.start_all()
+        await run.until_steps(4)
+        identity = run.config.run_dir / "run.json"
+        before = json.loads(identity.read_text())
+        # As FLUSHALL would, on a server that other tests use as well.
+        await run.redis.unlink(*[key async for key in run.redis.scan_iter(match=Keys(run_name).pattern)])
+
+        def is_introduced() -> bool:
+            return bool(json.loads(identity.read_text())["run_id"] != before["run_id"])
+
+        await run.until(is_introduced, "a trainer that remembers the new run")
+        await run.until_steps(run.num_steps + 3)
+        facts = await run.fleet.facts()
+        remembered = json.loads(identity.read_text())
+        assert remembered["run_id"] == facts.run_id
+        assert remembered["weight_version"] >= (facts.weight_version or 0) > before["weight_version"]
+        doomed.kill()
+        newest = max(await run.fleet.version() or 0, json.loads(identity.read_text())["weight_version"])
+        successor = run.start("trainer")
+        await run.until(lambda: successor.events_named("resumed") != [], "a trainer that resumes")
+        (resumed,) = successor.events_named("resumed")
+        assert resumed["weight_version"] == newest + 1
+        await run.until_over()
+        versions = [row["weight_version"] for row in run.steps]
+        assert versions == sorted(set(versions)), "no number was used twice"
+        assert (await run.ledger()).dead == 0
+
+
 async def test_a_checkpoint_of_other_settings_is_refused_after_a_reset(
     tmp_path: Path, valkey_url: str, run_name: str
 ) -> None:

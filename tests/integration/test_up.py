@@ -117,6 +117,7 @@ async def test_two_ups_do_not_fight_and_a_signal_leaves_no_process_and_no_lease(
     assert len([process for process in family if "pipeline.cli" in " ".join(process.cmdline())]) == 5
     first.process.send_signal(signal.SIGTERM)
     assert first.process.wait(DEADLINE_S) == 0, first.log.read_text()
+    assert "drained before the run was over, at weight version " in first.log.read_text()
     until(lambda: not any(map(runs, family)), "all processes to end")
     ledger, depths = await accounts(first.run_dir)
     assert ledger.balances
@@ -164,3 +165,23 @@ def test_an_up_whose_private_server_died_says_so_and_ends(up: Callable[..., Up])
     assert one.process.wait(DEADLINE_S) == 3, one.log.read_text()
     assert "the private server of this run has ended; what it had written is kept" in one.log.read_text()
     until(lambda: not any(map(runs, family)), "all processes to end")
+
+
+def test_an_up_whose_trainer_was_drained_ends_well_and_says_that_the_run_is_not_over(up: Callable[..., Up]) -> None:
+    one = up("a", "--no-exporter")
+    one.until_it_trains()
+    asked = subprocess.run(
+        [sys.executable, "-m", "pipeline.cli", "drain", "trainer"],
+        cwd=one.directory,
+        env={name: value for name, value in os.environ.items() if name != "REDIS_URL"} | {"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert asked.returncode == 0
+    assert one.process.wait(DEADLINE_S) == 0, one.log.read_text()
+    *_, last = one.log.read_text().splitlines()
+    assert "drained before the run was over, at weight version " in last
+    num_steps = len(read_metrics(one.run_dir))
+    again = up("a", "--no-exporter", "--set", f"trainer.max_steps={num_steps + 2}")
+    assert again.process.wait(DEADLINE_S) == 0, again.log.read_text()
+    assert "before the run was over" not in again.log.read_text()
+    assert len(read_metrics(one.run_dir)) == num_steps + 2

@@ -47,7 +47,7 @@ def test_messages_go_through_the_template_and_end_where_the_assistant_begins(tok
 
 def test_a_template_file_replaces_the_tokenizers_own(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
-    template.write_text("{% for m in messages %}{{ m.role }}<{{ m.content }}>{% endfor %}", encoding="utf-8")
+    template.write_text("{% for m in messages %}{{ m.role }}<{{ m.content }}>{% endfor %}", encoding="utf-8-sig")
     encode = chat_encoder(tokenizer, "be kind", str(template))
     assert text_of(encode(CHAT)) == "system<bekind>user<hi>"
     assert text_of(encode("hi")) == "system<bekind>user<hi>"

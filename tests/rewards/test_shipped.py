@@ -124,7 +124,7 @@ def test_json_schema_accepts_json_of_the_right_shape(completion: str, expected: 
 
 
 def test_json_schema_reads_a_file_or_a_schema_for_each_row(tmp_path: Path) -> None:
-    (tmp_path / "schema.json").write_text(INTEGER_FIELD)
+    (tmp_path / "schema.json").write_text(INTEGER_FIELD, encoding="utf-8-sig")
     assert json_schema(["p"], ['{"n": 1}'], schema=str(tmp_path / "schema.json")) == [1.0]
     rows = [{"type": "array"}, '{"type": "object"}', None]
     assert json_schema(["p"] * 3, ["[]", "[]", "[]"], schema=rows) == [1.0, 0.0, None]

@@ -58,6 +58,31 @@ async def test_a_worker_goes_on_after_its_server_was_restarted(tmp_path: Path, k
         await asyncio.to_thread(server.stop)
 
 
+async def test_an_outage_longer_than_the_clients_patience_is_waited_for(tmp_path: Path, keys: Keys) -> None:
+    server = EmbeddedServer.start(tmp_path, persist=True)
+    # One retry: as if the outage had lasted longer than all of them.
+    client, other = (connect(RedisSettings(), server.url, retries=1) for _ in range(2))
+    streams, claimer = (Streams(redis, keys, QueueSettings(), consumer=str(redis)) for redis in (client, other))
+    try:
+        await streams.open()
+        claiming = asyncio.create_task(claimer.claim(Stream.PROMPTS, 1, block_s=60))
+        await asyncio.to_thread(server.stop)
+        feeding = asyncio.create_task(streams.feed(entries(1), limit=1))
+        committing = asyncio.create_task(streams.commit(["00000007"]))
+        done, _ = await asyncio.wait([claiming, feeding, committing], timeout=1.0)
+        assert not done
+        server = await asyncio.to_thread(EmbeddedServer.start, tmp_path, True)
+        async with asyncio.timeout(30):
+            assert await feeding == 1
+            assert await committing == 0
+            (lease,) = await claiming
+        assert lease.group_id == "00000000"
+    finally:
+        await client.aclose()
+        await other.aclose()
+        await asyncio.to_thread(server.stop)
+
+
 async def test_a_blocked_claim_outlives_a_restart_of_its_server(tmp_path: Path, keys: Keys) -> None:
     server = EmbeddedServer.start(tmp_path, persist=True)
     client = connect(RedisSettings(), server.url)

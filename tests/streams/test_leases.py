@@ -110,7 +110,7 @@ async def test_a_group_that_no_worker_finishes_is_dead_lettered_after_max_attemp
 async def test_a_released_group_is_free_at_once_and_its_attempt_does_not_count(worker: Worker, lapse: Lapse) -> None:
     draining, other = worker("draining"), worker("other")
     await draining.feed(entries(1), limit=10)
-    await lapse(await claim_one(draining))
+    await lapse(await claim_one(other))
     lease = await claim_one(draining)
     assert lease.attempt == 2
     waiting = asyncio.create_task(other.claim(Stream.PROMPTS, 1, block_s=20))
@@ -148,7 +148,7 @@ async def test_an_entry_that_its_worker_never_saw_comes_back_when_the_lease_laps
     assert await streams.claim(Stream.PROMPTS, 1, block_s=0) == []
     (row,) = await redis.xpending_range(stream, CONSUMER_GROUP, "-", "+", 1)
     await redis.xclaim(stream, CONSUMER_GROUP, "unlucky", 0, [row["message_id"]], idle=10**8, justid=True)
-    assert (await claim_one(streams)).attempt == 2
+    assert (await claim_one(streams)).attempt == 1, "no one has tried it"
 
 
 async def test_a_claim_that_is_cancelled_while_it_waits_loses_nothing(worker: Worker) -> None:
@@ -234,6 +234,28 @@ async def test_a_worker_that_stood_still_does_not_take_its_own_groups_for_new_on
         back = await claim_one(streams)
         assert keeper.hold([back]) == [back]
         assert not keeper.is_lost(back)
+
+
+async def test_what_a_worker_takes_back_from_itself_is_no_further_attempt(
+    worker: Worker, lapse: Lapse, redis: Redis, keys: Keys
+) -> None:
+    stalled, other = worker("stalled", max_attempts=2), worker("other", max_attempts=2)
+    await stalled.feed(entries(3), limit=10)
+    leases = await stalled.claim(Stream.PROMPTS, 3, block_s=0)
+    for _ in range(4):
+        await lapse(*leases)
+        again = await stalled.claim(Stream.PROMPTS, 3, block_s=0)
+        assert [(lease.entry_id, lease.attempt) for lease in again] == [(lease.entry_id, 1) for lease in leases]
+        assert [lease.payload for lease in again] == [b"prompt"] * 3
+    await lapse(*leases)
+    # Whoever takes a group from another counts, and may be asked for fewer than have lapsed.
+    (taken,) = await other.claim(Stream.PROMPTS, 1, block_s=0)
+    assert (taken.entry_id, taken.attempt) == (leases[0].entry_id, 2)
+    (own,) = await stalled.claim(Stream.PROMPTS, 1, block_s=0)
+    assert (own.entry_id, own.attempt) == (leases[1].entry_id, 1)
+    await redis.xdel(keys.stream(Stream.PROMPTS), leases[2].entry_id)
+    assert await stalled.claim(Stream.PROMPTS, 3, block_s=0) == [], "one that somebody deleted is gone"
+    assert (await other.ledger()).dead == 0
 
 
 async def test_a_keeper_outlives_failing_calls() -> None:

@@ -1,0 +1,102 @@
+"""Real vLLM engines on tiny models. One takes half a minute to start, so a module shares one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.config import Config, LoraSettings, ModelSettings
+from pipeline.engines.vllm import VllmEngine
+from pipeline.engines.vllm_options import installed_version
+from pipeline.messages import Completion, PromptGroup
+from tests.engines.conftest import load, plain_logits
+from tests.tiny import make_tiny_model
+
+STARTS_S = 300  # one engine on a busy machine
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without vLLM these are skipped; `make setup-vllm` brings it."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.skipif(installed_version() is None, reason="vLLM is not installed"))
+            item.add_marker(pytest.mark.timeout(STARTS_S))
+            # What vLLM warns of is its own affair.
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """One core for vLLM and one for us; more would spin against each other."""
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        yield
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with heads of 32, whose output head is its embedding: the case that goes wrong most easily."""
+    return make_tiny_model(tmp_path_factory.mktemp("tied"), tie=True, hidden_size=128)
+
+
+@asynccontextmanager
+async def started(path: Path, *, rank: int = 0, max_staleness: int = 2, **generation: Any) -> AsyncIterator[VllmEngine]:
+    """An engine on the CPU with one thread, without weights that it may serve."""
+    config = Config.model_validate(
+        {
+            "model": {"path": str(path)},
+            "lora": {"rank": rank},
+            "staleness": {"max_staleness": max_staleness},
+            "generation": {"engine": "vllm", "device": "cpu", "num_threads": 1, "max_num_seqs": 32} | generation,
+        }
+    )
+    engine = VllmEngine(config)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def trainer_model(path: Path, rank: int = 0) -> torch.nn.Module:
+    """The trainer's copy."""
+    return load(ModelSettings(path=str(path)), LoraSettings(rank=rank))
+
+
+def stepped(model: torch.nn.Module, *, seed: int, amount: float) -> torch.nn.Module:
+    """The model after a step in a random direction of whatever is trained, in place."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(amount * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def drawn_logprobs(model: torch.nn.Module, prompt: PromptGroup, completion: Completion) -> np.ndarray[Any, Any]:
+    """Logprobs of the completion's tokens by one plain forward pass, [T]."""
+    logprobs = plain_logits(model, prompt, completion).log_softmax(-1)
+    ids = torch.from_numpy(completion.token_ids.astype(np.int64))
+    return logprobs.gather(1, ids[:, None])[:, 0].numpy()
+
+
+def largest_gap(
+    model_of: Callable[[int], torch.nn.Module], prompt: PromptGroup, completions: tuple[Completion, ...]
+) -> float:
+    """Largest difference between what vLLM reports and what the model of each token's version gives."""
+    gap = 0.0
+    for completion in completions:
+        versions = completion.token_versions
+        for version in set(versions.tolist()):
+            there = versions == version
+            expected = drawn_logprobs(model_of(version), prompt, completion)
+            gap = max(gap, float(np.abs(expected - completion.generator_logprobs)[there].max()))
+    return gap

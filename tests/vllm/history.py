@@ -1,0 +1,40 @@
+"""All versions of a model that a test has served."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from pipeline.weights import WeightState
+from tests.engines.conftest import state_of
+from tests.vllm.conftest import stepped
+
+
+class History:
+    """Versions from 0 on, each a step of size `amount` further in a random direction."""
+
+    def __init__(self, model: torch.nn.Module, *, amount: float = 0.05) -> None:
+        self._amount = amount
+        self._models = [copy.deepcopy(model)]
+        self._num_given = 0
+
+    @property
+    def newest(self) -> int:
+        """The last version that `next` gave."""
+        return self._num_given - 1
+
+    def next(self) -> WeightState:
+        """The next version, as a trainer would publish it."""
+        if self._num_given == len(self._models):
+            self._models.append(stepped(copy.deepcopy(self._models[-1]), seed=self._num_given, amount=self._amount))
+        self._num_given += 1
+        return self.state(self.newest)
+
+    def state(self, version: int) -> WeightState:
+        """A version again."""
+        return state_of(self._models[version], version)
+
+    def model(self, version: int) -> torch.nn.Module:
+        """The model that drew tokens of this version."""
+        return self._models[version]

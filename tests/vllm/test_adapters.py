@@ -1,0 +1,95 @@
+"""LoRA on real vLLM: an adapter for each version, none for longer than someone needs it.
+
+Scenarios W6 and W9.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from pipeline.engines.vllm import VllmEngine
+from pipeline.errors import WeightError
+from tests.engines.conftest import group_of, state_of
+from tests.vllm.conftest import largest_gap, started, trainer_model
+from tests.vllm.history import History
+
+TOLERANCE = 1e-4
+MAX_STALENESS = 1
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(model_path: Path) -> AsyncIterator[VllmEngine]:
+    async with started(model_path, rank=8, max_staleness=MAX_STALENESS) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def history(model_path: Path) -> History:
+    return History(trainer_model(model_path, rank=8), amount=0.02)
+
+
+async def test_a_new_adapter_changes_the_output_to_the_trainers(engine: VllmEngine, history: History) -> None:
+    texts = set()
+    for _ in range(3):
+        await engine.apply_weights(history.next())
+        group = group_of([5, 6, 7, 8])
+        completions = await engine.generate(group)
+        texts.add(tuple(completion.text for completion in completions))
+        assert {completion.spans[0].weight_version for completion in completions} == {history.newest}
+        assert largest_gap(history.model, group, completions) < TOLERANCE
+    assert len(texts) == 3
+    assert engine.num_adapters == 1
+
+
+async def test_an_adapter_is_read_once_and_leaves_no_file(engine: VllmEngine, history: History) -> None:
+    await engine.apply_weights(history.next())
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("rollstream-")]
+    for ordinal in range(2):
+        group = group_of([5, 6, 7], ordinal=ordinal)
+        assert largest_gap(history.model, group, await engine.generate(group)) < TOLERANCE
+
+
+async def test_sequences_in_flight_keep_their_adapter_and_are_moved_before_it_is_too_old(
+    engine: VllmEngine, history: History
+) -> None:
+    groups = [group_of([9, 10, 11], ordinal=20 + number, max_tokens=100, group_size=8) for number in range(4)]
+    running = [asyncio.create_task(engine.generate(group)) for group in groups]
+    before, newest = engine.num_tokens_generated, history.newest
+    while not all(task.done() for task in running):
+        if engine.num_tokens_generated > before + 150:
+            before = engine.num_tokens_generated
+            await engine.apply_weights(history.next())
+            assert 1 <= engine.num_adapters <= MAX_STALENESS + 2
+        await asyncio.sleep(0.005)
+    results = [await task for task in running]
+    assert history.newest >= newest + 3
+    spans = [completion.spans for result in results for completion in result]
+    assert max(len(item) for item in spans) >= 2
+    # A sequence stays on its adapter until the bound, and is then moved to what is newest.
+    assert all(
+        later.weight_version - earlier.weight_version == MAX_STALENESS + 1
+        for item in spans
+        for earlier, later in itertools.pairwise(item)
+    )
+    for group, result in zip(groups, results, strict=True):
+        assert largest_gap(history.model, group, result) < TOLERANCE
+    await engine.apply_weights(history.next())
+    assert engine.num_adapters == 1
+
+
+async def test_full_weights_are_refused_where_an_adapter_is_trained(
+    engine: VllmEngine, history: History, model_path: Path
+) -> None:
+    with pytest.raises(WeightError, match="kind snapshot"):
+        await engine.apply_weights(state_of(trainer_model(model_path), history.newest + 1))
+    group = group_of([5, 6, 7])
+    assert largest_gap(history.model, group, await engine.generate(group)) < TOLERANCE

@@ -1,0 +1,243 @@
+"""Full weights on real vLLM: what it draws, what changes in mid-sequence, what goes wrong.
+
+Scenarios W1, W4, W6, W7, W8, S5, L2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+
+from pipeline.engines.shared_weights import SharedWeights
+from pipeline.engines.vllm import VllmEngine
+from pipeline.errors import EngineError, WeightError
+from pipeline.messages import FinishReason
+from pipeline.weights import WeightState
+from tests.engines.conftest import group_of, plain_logits
+from tests.vllm.conftest import largest_gap, started, trainer_model
+from tests.vllm.history import History
+
+TOLERANCE = 1e-4
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(model_path: Path) -> AsyncIterator[VllmEngine]:
+    """Recomputes keys and values at every update, so that each token can be checked against one model."""
+    async with started(model_path, kv_on_update="recompute", top_p=0.8) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def history(model_path: Path) -> History:
+    """The trainer's weights under every version that was served."""
+    return History(trainer_model(model_path))
+
+
+async def test_nothing_is_drawn_before_the_first_verified_weights(engine: VllmEngine) -> None:
+    assert engine.weight_version is None
+    with pytest.raises(EngineError, match="apply_weights"):
+        await engine.generate(group_of([5, 6, 7]))
+
+
+async def test_logprobs_equal_the_trainers_after_every_update_with_tied_embeddings(
+    engine: VllmEngine, history: History
+) -> None:
+    for number in range(3):
+        assert await engine.apply_weights(history.next()) > 0
+        assert engine.weight_version == history.newest
+        group = group_of([5, 6, 7, 8], ordinal=number)
+        completions = await engine.generate(group)
+        assert {completion.token_versions[0] for completion in completions} == {history.newest}
+        assert largest_gap(history.model, group, completions) < TOLERANCE
+
+
+async def test_an_update_in_mid_sequence_leaves_every_token_with_its_own_version(
+    engine: VllmEngine, history: History
+) -> None:
+    groups = [group_of([9, 10, 11], ordinal=20 + number, max_tokens=100, group_size=8) for number in range(4)]
+    running = [asyncio.create_task(engine.generate(group)) for group in groups]
+    before = engine.num_tokens_generated
+    while not all(task.done() for task in running):
+        if engine.num_tokens_generated > before + 150:
+            before = engine.num_tokens_generated
+            await engine.apply_weights(history.next())
+        await asyncio.sleep(0.005)
+    results = [await task for task in running]
+    completions = [completion for result in results for completion in result]
+    assert max(len(completion.spans) for completion in completions) >= 3
+    for completion in completions:
+        versions = [span.weight_version for span in completion.spans]
+        starts = [span.first_token for span in completion.spans]
+        assert starts[0] == 0
+        assert versions == sorted(set(versions))
+        assert starts == sorted(set(starts))
+        assert starts[-1] < len(completion)
+        assert np.isfinite(completion.generator_logprobs).all()
+    for group, result in zip(groups, results, strict=True):
+        assert largest_gap(history.model, group, result) < TOLERANCE
+    assert engine.num_unfinished_seqs == 0
+
+
+async def test_the_same_prompt_under_two_versions_shares_no_prefix(engine: VllmEngine, history: History) -> None:
+    """Keys and values of one version under the weights of another would show in the logprobs."""
+    prompt = [4 + number % 40 for number in range(64)]
+    for ordinal in (40, 41):
+        group = group_of(prompt, ordinal=ordinal)
+        assert largest_gap(history.model, group, await engine.generate(group)) < TOLERANCE
+        await engine.apply_weights(history.next())
+        assert largest_gap(history.model, group, await engine.generate(group)) < TOLERANCE
+
+
+async def test_a_completion_depends_on_seed_ordinal_and_index(engine: VllmEngine) -> None:
+    def tokens(completions: Any) -> list[list[int]]:
+        return [completion.token_ids.tolist() for completion in completions]
+
+    first, again, other, reseeded = await asyncio.gather(
+        engine.generate(group_of([5, 6], ordinal=50)),
+        engine.generate(group_of([5, 6], ordinal=50)),
+        engine.generate(group_of([5, 6], ordinal=51)),
+        engine.generate(group_of([5, 6], ordinal=50, seed=8)),
+    )
+    assert tokens(first) == tokens(again)
+    assert len({str(item) for item in tokens(first)}) > 1
+    assert tokens(first) != tokens(other)
+    assert tokens(first) != tokens(reseeded)
+
+
+async def test_greedy_takes_the_best_token(engine: VllmEngine, history: History) -> None:
+    group = group_of([5, 6, 7], temperature=0.0, group_size=2)
+    completions = await engine.generate(group)
+    for completion in completions:
+        logits = plain_logits(history.model(history.newest), group, completion)
+        assert logits.argmax(-1).tolist() == completion.token_ids.tolist()
+    assert largest_gap(history.model, group, completions) < TOLERANCE
+
+
+async def test_temperature_is_in_the_logprobs(engine: VllmEngine, history: History) -> None:
+    group = group_of([5, 6, 7], temperature=0.6)
+    for completion in await engine.generate(group):
+        logprobs = (plain_logits(history.model(history.newest), group, completion) / 0.6).log_softmax(-1)
+        expected = logprobs.gather(1, torch.from_numpy(completion.token_ids.astype(np.int64))[:, None])[:, 0]
+        assert np.abs(expected.numpy() - completion.generator_logprobs).max() < TOLERANCE
+
+
+async def test_what_survived_top_p_is_kept_and_explains_the_logprobs(engine: VllmEngine, history: History) -> None:
+    group = group_of([5, 6, 7], top_p=0.8, keep_sampling_mask=True)
+    for completion in await engine.generate(group):
+        mask = completion.sampling_mask
+        assert mask is not None
+        ends = np.cumsum(mask.num_kept)
+        logits = plain_logits(history.model(history.newest), group, completion)
+        for position, (token, end) in enumerate(zip(completion.token_ids, ends, strict=True)):
+            kept = mask.kept_ids[end - mask.num_kept[position] : end].astype(np.int64)
+            assert token in kept
+            row = logits[position, torch.from_numpy(kept)].log_softmax(-1)
+            expected = float(row[int(np.flatnonzero(kept == token)[0])])
+            assert abs(expected - float(completion.generator_logprobs[position])) < TOLERANCE
+
+
+async def test_completions_end_where_they_must(engine: VllmEngine, history: History) -> None:
+    long = await engine.generate(group_of([5, 6, 7], ordinal=60, group_size=8, max_tokens=120))
+    ended = [completion for completion in long if completion.finish_reason is FinishReason.STOP]
+    assert ended, "no completion came upon the end token"
+    for completion in ended:
+        assert completion.token_ids[-1] == 2
+        assert 2 not in completion.token_ids[:-1]
+        assert len(completion.text) == sum(token > 3 for token in completion.token_ids), "special tokens are no text"
+    (short,) = await engine.generate(group_of([5, 6, 7], group_size=1, max_tokens=3, ordinal=61))
+    assert len(short) <= 3
+    prompt = [5] * 125
+    for completion in await engine.generate(group_of(prompt, ordinal=62)):
+        assert len(completion) <= 3, "the context is 128"
+    with pytest.raises(EngineError, match="leaves nothing to generate"):
+        await engine.generate(group_of([5] * 128))
+
+
+async def test_a_stop_text_ends_a_completion_and_is_cut_from_its_text(engine: VllmEngine) -> None:
+    plain = await engine.generate(group_of([5, 6, 7], ordinal=70, max_tokens=30))
+    text = max((completion.text for completion in plain), key=len)
+    stop = text[4:6]
+    stopped = await engine.generate(group_of([5, 6, 7], ordinal=70, max_tokens=30, stop=(stop,)))
+    hits = [completion for completion in stopped if completion.finish_reason is FinishReason.STOP]
+    assert any(completion.text == text.partition(stop)[0] for completion in hits)
+    assert all(stop not in completion.text for completion in stopped)
+
+
+async def test_cancelling_frees_the_sequences_and_leaves_the_others_alone(engine: VllmEngine) -> None:
+    kept = asyncio.create_task(engine.generate(group_of([5, 6], ordinal=80, max_tokens=60)))
+    gone = asyncio.create_task(engine.generate(group_of([5, 6], ordinal=81, max_tokens=100)))
+    await asyncio.sleep(0.05)
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    assert engine.num_unfinished_seqs <= 4
+    assert len(await kept) == 4
+    assert engine.num_unfinished_seqs == 0
+
+
+async def test_weights_that_do_not_fit_leave_the_old_version_serving(engine: VllmEngine, history: History) -> None:
+    good = history.state(history.newest)
+    name = next(iter(good.tensors))
+    missing = replace(good, tensors={key: value for key, value in good.tensors.items() if key != name})
+    misshapen = replace(good, tensors={**good.tensors, name: replace(good.tensors[name], shape=(1, 2, 3))})
+    older = replace(good, weight_version=history.newest - 1)
+    for state, said in ((missing, "missing"), (misshapen, "shape"), (older, "older")):
+        with pytest.raises(WeightError, match=said):
+            await engine.apply_weights(state)
+        assert engine.weight_version == history.newest
+    group = group_of([5, 6, 7], ordinal=90)
+    assert largest_gap(history.model, group, await engine.generate(group)) < TOLERANCE
+
+
+class Torn(SharedWeights):
+    """Shared memory whose description is of more than was written."""
+
+    def write(self, state: WeightState) -> dict[str, Any]:
+        description = super().write(state)
+        description["tensors"][-1][3] += description["size"]
+        return description
+
+
+async def test_an_update_that_breaks_off_stops_the_engine_until_another_heals_it(
+    engine: VllmEngine, history: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_flight = asyncio.create_task(engine.generate(group_of([5, 6], ordinal=100, max_tokens=120)))
+    await asyncio.sleep(0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_shared", Torn())
+        with pytest.raises(WeightError, match="could not apply"):
+            await engine.apply_weights(history.next())
+    assert engine.weight_version is None
+    with pytest.raises(EngineError):
+        await in_flight
+    with pytest.raises(EngineError, match="apply_weights"):
+        await engine.generate(group_of([5, 6], ordinal=101))
+    await engine.apply_weights(history.state(history.newest))
+    group = group_of([5, 6], ordinal=102)
+    completions = await engine.generate(group)
+    assert {completion.token_versions[-1] for completion in completions} == {history.newest}
+    assert largest_gap(history.model, group, completions) < TOLERANCE
+
+
+async def test_an_update_goes_through_although_who_asked_for_it_was_cancelled(
+    engine: VllmEngine, history: History
+) -> None:
+    asked = asyncio.create_task(engine.apply_weights(history.next()))
+    await asyncio.sleep(0)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    await engine.apply_weights(history.next())  # waits for the one under way
+    assert engine.weight_version == history.newest
+    group = group_of([5, 6], ordinal=110)
+    assert largest_gap(history.model, group, await engine.generate(group)) < TOLERANCE
