@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack
 
 import pytest
 
@@ -13,50 +11,16 @@ from pipeline.config import Config
 from pipeline.config_check import check
 from pipeline.engines.openai import OpenAiEngine
 from pipeline.engines.registry import create_engine
-from pipeline.errors import ConfigError, EngineError, EngineLostError, WeightError
+from pipeline.errors import ConfigError, EngineError, EngineLostError
 from pipeline.messages import VersionSpan
-from tests.engines.conftest import group_of, load, state_of
-from tests.engines.stand_in import SERVER_INFO, Handler, StandIn, fine, hanging, slow, stand_in
+from tests.engines.conftest import Serve, Start, group_of, openai_config
+from tests.engines.stand_in import Handler, fine, hanging, slow
 
 pytest.importorskip("aiohttp")
 
-Behave = Callable[[Handler, int], None]
-Serve = Callable[[Behave], StandIn]
-Start = Callable[..., Awaitable[OpenAiEngine]]
-
-
-@pytest.fixture
-def serve() -> Iterator[Serve]:
-    """Starts stand-ins; ends all of them at the end."""
-    with ExitStack() as stack:
-        yield lambda behave: stack.enter_context(stand_in(behave))
-
-
-@pytest.fixture
-async def start(tiny_model) -> AsyncIterator[Start]:
-    """Starts an engine in front of servers that serves version 0."""
-    engines: list[OpenAiEngine] = []
-
-    async def make(*servers: StandIn, has_weights: bool = True, **openai: object) -> OpenAiEngine:
-        engine = OpenAiEngine(config_for(tiny_model, *[server.url for server in servers], **openai))
-        engines.append(engine)
-        await engine.start()
-        if has_weights:
-            await engine.apply_weights(state_of(load(tiny_model), 0))
-        return engine
-
-    yield make
-    for engine in engines:
-        await engine.close()
-
-
-def config_for(model, *urls: str, **openai: object) -> Config:
-    generation = {"engine": "openai", "openai": {"urls": list(urls), "stall_s": 1.0} | openai}
-    return Config.model_validate({"model": model.model_dump(), "generation": generation})
-
 
 def test_the_engine_is_made_by_name(tiny_model) -> None:
-    assert isinstance(create_engine(config_for(tiny_model, "http://localhost:1/v1")), OpenAiEngine)
+    assert isinstance(create_engine(openai_config(tiny_model, "http://localhost:1/v1")), OpenAiEngine)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +34,7 @@ def test_the_engine_is_made_by_name(tiny_model) -> None:
     ],
 )
 def test_settings_that_cannot_work_are_refused_with_the_way_out(tiny_model, urls, more, named) -> None:
-    config = config_for(tiny_model, *urls).model_copy(update={"lora": Config.model_validate(more).lora})
+    config = openai_config(tiny_model, *urls).model_copy(update={"lora": Config.model_validate(more).lora})
     with pytest.raises(ConfigError, match=r"generation\.openai|lora") as caught:
         create_engine(config)
     assert named in str(caught.value)
@@ -176,16 +140,6 @@ async def test_an_engine_that_has_no_server_left_says_so_and_ends(serve: Serve, 
     assert engine.weight_version is None
 
 
-async def test_tokens_of_weights_that_were_not_given_are_never_used(serve: Serve, start: Start) -> None:
-    server = serve(fine)
-    engine = await start(server)
-    server.label = "default"  # as after a restart
-    (completion,) = await engine.generate(group_of([4, 5], group_size=1))
-    assert completion.spans == (VersionSpan(weight_version=0, first_token=0),)
-    assert server.label == "0"
-    assert server.num_requests == 2
-
-
 async def test_a_sequence_that_was_broken_off_goes_on_from_its_tokens(serve: Serve, start: Start) -> None:
     asked: list[dict] = []
 
@@ -199,72 +153,6 @@ async def test_a_sequence_that_was_broken_off_goes_on_from_its_tokens(serve: Ser
     assert asked[1]["token_ids"] == [4, 5, 5, 6, 7]
     assert asked[1]["sampling_params"]["max_tokens"] == 3
     assert asked[0]["sampling_params"]["seed"] != asked[1]["sampling_params"]["seed"]
-
-
-async def test_a_server_that_did_not_take_the_weights_is_left_out_until_it_has(
-    serve: Serve, start: Start, tiny_model
-) -> None:
-    good, bad = serve(fine), serve(fine)
-    engine = await start(good, bad)
-    bad.refuses = {"/update_weights"}
-    await engine.apply_weights(state_of(load(tiny_model), 1))
-    assert engine.weight_version == 1
-    await engine.generate(group_of([4, 5], group_size=4))
-    assert bad.num_requests == 0
-    bad.refuses = set()
-    async with asyncio.timeout(20):
-        while bad.label != "1":  # noqa: ASYNC110  it is a thread that changes it
-            await asyncio.sleep(0.02)
-        while not bad.num_requests:
-            await engine.generate(group_of([4, 5], group_size=4))
-    assert "/resume" in bad.paths
-
-
-async def test_a_server_whose_engine_ended_in_an_update_holds_up_no_other(
-    serve: Serve, start: Start, tiny_model
-) -> None:
-    good, bad = serve(fine), serve(fine)
-    engine = await start(good, bad)
-    bad.ignores, bad.is_healthy = {"/update_weights"}, False
-    async with asyncio.timeout(20):
-        await engine.apply_weights(state_of(load(tiny_model), 1))
-        await engine.generate(group_of([4, 5], group_size=4))
-    assert engine.weight_version == 1
-    assert bad.num_requests == 0
-
-
-async def test_an_update_that_takes_long_is_waited_for(serve: Serve, start: Start, tiny_model) -> None:
-    server = serve(fine)
-    engine = await start(server)
-    server.ignores = {"/update_weights"}
-    applying = asyncio.create_task(engine.apply_weights(state_of(load(tiny_model), 1)))
-    async with asyncio.timeout(20):
-        while server.paths.count("/health") < 2:  # noqa: ASYNC110  it is a thread that changes it
-            await asyncio.sleep(0.02)
-        server.is_over.set()
-        await applying
-    assert engine.weight_version == 1
-
-
-async def test_weights_that_no_server_takes_are_an_error(serve: Serve, start: Start, tiny_model) -> None:
-    server = serve(fine)
-    engine = await start(server)
-    server.refuses = {"/update_weights"}
-    with pytest.raises(WeightError, match="it does not fit"):
-        await engine.apply_weights(state_of(load(tiny_model), 1))
-
-
-async def test_weights_wait_for_a_server_that_is_not_there_yet(serve: Serve, start: Start, tiny_model) -> None:
-    server = serve(fine)
-    server.refuses = {"/init_weight_transfer_engine"}
-    server.info = {}  # it is starting
-    engine = await start(server, has_weights=False)
-    applying = asyncio.create_task(engine.apply_weights(state_of(load(tiny_model), 0)))
-    await asyncio.sleep(0)
-    server.info, server.refuses = SERVER_INFO, set()
-    async with asyncio.timeout(20):
-        await applying
-    assert engine.weight_version == 0
 
 
 @pytest.mark.parametrize(
