@@ -261,7 +261,7 @@ class OpenAiEngine:
 
     async def _connect(self, server: RemoteServer) -> None:
         try:
-            await server.connect(self._probe.description, proof=self._probe.proof)
+            await server.connect(self._probe.description, proof=self._probe.proof, is_to_own=True)
         except ConfigError as error:
             raise ConfigError(f"{server.url}: {error}") from error
 
@@ -271,7 +271,7 @@ class OpenAiEngine:
         while True:
             await asyncio.sleep(wait_s)
             if server.is_connected:
-                server.check_progress()
+                await server.look_after()
             else:
                 await self._bring_back(server)
             wait_s = interval_s if server.is_connected else min(2 * wait_s, _LONGEST_ABSENCE_S)

@@ -46,7 +46,7 @@ async def examine_servers(config: Config) -> dict[str, str]:
     for url in config.generation.openai.urls:
         server = RemoteServer(url, config, context=context)
         try:
-            await server.connect(probe.description, proof=probe.proof)
+            await server.connect(probe.description, proof=probe.proof, is_to_own=False)
             found[server.url] = ""
         except (ConfigError, PassingError) as error:
             found[server.url] = str(error)

@@ -8,7 +8,9 @@ was asked ends at once; it comes back with the newest weights or not at all.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+import uuid
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -28,6 +30,8 @@ _MAX_FAILURES = 3  # answers that may pass, one after the other, until a server 
 _TOKENS_PER_EVENT = 16  # each event costs both sides about as much as a token of a small model
 
 _LOOK_EVERY_S = 1.0
+_OWN_EVERY_S = 4.0  # it is lost after 15
+_RELEASE_TIMEOUT_S = 2.0
 
 Result = TypeVar("Result")
 
@@ -57,6 +61,8 @@ class RemoteServer:
         self._num_failures = 0
         self._progress_at = time.monotonic()
         self._is_updating = False
+        self._owner = uuid.uuid4().hex
+        self._owned_at: float | None = None
 
     @property
     def is_connected(self) -> bool:
@@ -70,13 +76,20 @@ class RemoteServer:
 
     async def close(self) -> None:
         """Break off what is under way. Safe to call twice."""
+        if self._owned_at is not None and not self.trouble:
+            with contextlib.suppress(PassingError, ConfigError, TimeoutError):
+                async with asyncio.timeout(_RELEASE_TIMEOUT_S):
+                    await self._http.post("/shutdown_weight_transfer_engine")
         self._drop("the engine was closed")
         await self._http.close()
 
     # Connecting
 
-    async def connect(self, probe: Mapping[str, Any], *, proof: str) -> None:
-        """Ask whether it is all that is needed. Raises ConfigError, PassingError. probe, proof: of `InitInfo`."""
+    async def connect(self, probe: Mapping[str, Any], *, proof: str, is_to_own: bool) -> None:
+        """Ask whether it is all that is needed. Raises ConfigError, PassingError.
+
+        probe, proof: of `InitInfo`. is_to_own: for this process alone, as long as it looks after it.
+        """
         try:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
                 self._model = served_name(await self._http.get("/v1/models"), self._config.generation.openai.model)
@@ -94,7 +107,25 @@ class RemoteServer:
                 "it shares no memory with this process, so its workers fetch weights themselves; "
                 "start it with --worker-extension-cls pipeline.engines.vllm_worker.Extension"
             )
+        if is_to_own:
+            await self._own()
         self.trouble = ""
+
+    async def look_after(self) -> None:
+        """To be called again and again: keep it, and take it out where it is no longer as it should be."""
+        self._check_progress()
+        try:
+            if self.is_connected:
+                await self.while_healthy(self._own())
+        except (PassingError, ConfigError) as error:
+            self.take_out(str(error))
+
+    async def _own(self) -> None:
+        """Take it for this process alone, or keep it. Raises PassingError: another process has it."""
+        now = time.monotonic()
+        if self._owned_at is None or now - self._owned_at > _OWN_EVERY_S:
+            await self._http.post("/init_weight_transfer_engine", {"init_info": {"owner": self._owner}})
+            self._owned_at = now
 
     async def _check_tokens_route(self) -> None:
         """A wrong request is refused; how, says whether the route is there."""
@@ -178,12 +209,12 @@ class RemoteServer:
         self._drop(reason)
 
     def _drop(self, reason: str) -> None:
-        self.trouble, self.weight_version, self._num_failures = reason, None, 0
+        self.trouble, self.weight_version, self._num_failures, self._owned_at = reason, None, 0, None
         for request in self._in_flight:
             if not request.expired():
                 request.reschedule(asyncio.get_running_loop().time())
 
-    def check_progress(self) -> None:
+    def _check_progress(self) -> None:
         """Take it out where it has yielded nothing for too long."""
         stall_s = self._config.generation.openai.stall_s
         if self._in_flight and not self._is_updating and time.monotonic() - self._progress_at > stall_s:
@@ -228,7 +259,7 @@ class RemoteServer:
         try:
             await self._http.post(f"/pause?mode=keep&clear_cache={clear}")
             await self._begin_update()
-            await self._http.post("/update_weights", {"update_info": update_info})
+            await self._http.post("/update_weights", {"update_info": {**update_info, "owner": self._owner}})
             self._known_versions.add(weight_version)
             await self._http.post("/finish_weight_update", {"weight_version": str(weight_version)})
             self.weight_version = weight_version

@@ -7,6 +7,7 @@ between two steps of the engine, and touches nothing before all tensors are ther
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,8 @@ from pipeline.engines.vllm_pull import WeightPull
 from pipeline.errors import WeightError
 from pipeline.model_weights import dtype_named, host_tensor
 
+OWNED_S = 15.0
+
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
@@ -33,9 +36,11 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     shared, proof: memory of `SharedWeights.write`, only to find out whether it can be mapped here, and
     its content in hexadecimal digits, since another machine may have something else under the same path.
     publisher, settings: fields of `Endpoints` and `WeightSettings`; the worker begins to fetch the
-    newest version above `newer_than`, and goes on generating.
+    newest version above `newer_than`, and goes on generating. owner: takes the worker for itself for
+    `OWNED_S`, or keeps it; two that give weights at once would label each other's tokens.
     """
 
+    owner: str = ""
     shared: Mapping[str, Any] | None = None
     proof: str = ""
     publisher: Mapping[str, str] | None = None
@@ -47,9 +52,10 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """One of both. shared: what `SharedWeights.write` returned in a process of this machine.
 
-    pulled: the version that this worker has fetched.
+    pulled: the version that this worker has fetched. owner: refused while another has the worker.
     """
 
+    owner: str = ""
     shared: Mapping[str, Any] | None = None
     pulled: int | None = None
 
@@ -64,6 +70,7 @@ class RollstreamTransfer(WeightTransferEngine):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._reader = SharedReader()
         self._pull = WeightPull()
+        self._owner, self._owned_until = "", 0.0
 
     @property
     def pull_status(self) -> dict[str, Any]:
@@ -71,7 +78,9 @@ class RollstreamTransfer(WeightTransferEngine):  # type: ignore[misc]
         return self._pull.status
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Try the shared memory, or begin to fetch. Raises WeightError: memory that cannot be mapped here."""
+        """Try the shared memory, begin to fetch. Raises WeightError: another owner, memory that cannot be mapped."""
+        if init_info.owner:
+            self._own(init_info.owner)
         if init_info.shared is not None:
             found = b"".join(bytes(data) for _, data in self._reader.read(init_info.shared))
             if found.hex() != init_info.proof:
@@ -84,7 +93,10 @@ class RollstreamTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load one set of tensors. Raises WeightError before anything is touched, or whatever vLLM raises after."""
-        self.receive_weights(self.parse_update_info(update_info))
+        info = self.parse_update_info(update_info)
+        self._own(info.owner)
+        self.receive_weights(info)
+        self._own(info.owner)
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
@@ -96,6 +108,12 @@ class RollstreamTransfer(WeightTransferEngine):  # type: ignore[misc]
         self.model.load_weights(iter(tensors))
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_tied_heads(self.model)
+
+    def _own(self, owner: str) -> None:
+        now = time.monotonic()
+        if self._owner and self._owner != owner and now < self._owned_until:
+            raise WeightError("another generator gives it weights; a server belongs to one")
+        self._owner, self._owned_until = owner, now + OWNED_S
 
     def _tensors(self, update_info: UpdateInfo) -> list[tuple[str, torch.Tensor]]:
         if update_info.shared is not None:
@@ -109,7 +127,8 @@ class RollstreamTransfer(WeightTransferEngine):  # type: ignore[misc]
         """Nothing to do: an update is complete when it returns."""
 
     def shutdown(self) -> None:
-        """Forget the shared memory, and fetch no more."""
+        """Forget the shared memory, fetch no more, belong to nobody."""
+        self._owner = ""
         self._reader.close()
         self._pull.close()
 

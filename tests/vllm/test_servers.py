@@ -156,7 +156,7 @@ async def test_workers_that_share_no_memory_fetch_the_weights_themselves(server:
         publisher.publish(state_of(trainer, 11))
         try:
             async with asyncio.timeout(60):
-                await remote.connect(nothing, proof="00")
+                await remote.connect(nothing, proof="00", is_to_own=True)
                 assert remote.is_local is False
                 assert await remote.fetch(10, endpoints, {"poll_s": 0.2}) == 11
                 publisher.publish(state_of(shifted(trainer, 0.05, seed=4), 12))
@@ -220,6 +220,26 @@ async def test_an_update_that_was_broken_off_is_mended_by_the_next(
     for completion in await engine.generate(group):
         assert set(completion.token_versions) == {2}
         assert_drawn_by(trainer, group, completion)
+
+
+async def test_two_generators_never_give_one_server_weights(
+    engine: OpenAiEngine, server: Server, model: ModelSettings
+) -> None:
+    other = OpenAiEngine(config_for(model, server.url))
+    try:
+        await other.start()
+        applying = asyncio.create_task(other.apply_weights(state_of(shifted(load(model), 0.1), 9)))
+        group = group_of([4, 5, 6])
+        for completion in await engine.generate(group):
+            assert set(completion.token_versions) == {0}
+            assert_drawn_by(load(model), group, completion)
+        assert not applying.done()
+        await engine.close()
+        async with asyncio.timeout(30):
+            await applying
+        assert json.loads(server.get("/weight_info")) == {"weight_version": "9"}
+    finally:
+        await other.close()
 
 
 async def test_a_server_that_someone_else_relabelled_gets_the_weights_anew(
