@@ -21,7 +21,7 @@ from pipeline.leases import LeaseKeeper
 from pipeline.logs import get_logger
 from pipeline.metrics import Metrics
 from pipeline.streams import Streams
-from pipeline.worker_state import WorkerState
+from pipeline.worker_state import REDIS, WorkerState
 
 _RETRY_S = 0.5
 
@@ -41,7 +41,7 @@ class Arrival:
 
         Raises ConfigError when Redis refuses the worker, RunConflictError when the run does.
         """
-        self._state.wait_for("Redis")
+        self._state.wait_for(REDIS)
         context = self._context(redis)
         async with connect(self._config.redis, retries=0) as probe:
             while not self._state.draining.is_set():
@@ -53,7 +53,7 @@ class Arrival:
                     if why := refusal(error):
                         raise ConfigError(f"{self._server}: {why}") from None
                     # Whatever else it says may pass: starting, loading, full, read-only, not there.
-                    self._state.wait_for(f"Redis ({error})")
+                    self._state.wait_for(f"{REDIS} ({error})")
                 await self._state.wait_for_any(timeout_s=_RETRY_S)
         return None
 

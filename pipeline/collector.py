@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pipeline.config import AlgorithmSettings, StalenessSettings
 from pipeline.errors import MessageError, RunStalledError
 from pipeline.feeder import Feeder
-from pipeline.filters import is_nonfinite, is_unscored, is_zero_variance
+from pipeline.filters import is_nonfinite, is_unscored, is_zero_variance, reward_problem
 from pipeline.keys import Stream
 from pipeline.messages import ScoredGroup
 from pipeline.staleness import version_range
@@ -79,6 +79,7 @@ class Collector:
         self._held: list[HeldGroup] = []
         self._num_in_step = 0
         self._changed = asyncio.Event()
+        self._last_problem = ""
         self.dropped: Counter[DropReason] = Counter()
 
     async def run(self) -> None:
@@ -114,6 +115,7 @@ class Collector:
         self._held.append(HeldGroup(lease=lease, group=group, versions=versions, flaw=self._flaw(group)))
 
     def _flaw(self, group: ScoredGroup) -> DropReason | None:
+        self._last_problem = reward_problem(group) or self._last_problem
         if is_unscored(group):
             return DropReason.UNSCORED
         if is_nonfinite(group):
@@ -141,10 +143,11 @@ class Collector:
         Fewer than groups_per_step, or none, where the data has ended and nothing more can come.
         Raises RunStalledError when the filters take max_refill batches' worth of groups for one batch.
         """
-        num_filtered, num_dead_before = 0, (await self._streams.ledger()).dead
+        filtered: Counter[DropReason] = Counter()
+        num_dead_before = (await self._streams.ledger()).dead
         while True:
             self._changed.clear()
-            num_filtered += await self._filter(version)
+            filtered += await self._filter(version)
             is_last = len(self._held) < self._groups_per_step and await self._nothing_more_comes()
             if not all(self._is_fit(held, version) for held in self._held):
                 continue  # it came while others were being filtered
@@ -154,8 +157,8 @@ class Collector:
                 self._num_in_step = len(batch)
                 return batch
             num_dead = max(0, (await self._streams.ledger()).dead - num_dead_before)
-            self._refuse_to_starve(num_filtered, num_dead)
-            on_wait(num_filtered, num_dead)
+            self._refuse_to_starve(filtered, num_dead)
+            on_wait(filtered.total(), num_dead)
             try:
                 async with asyncio.timeout(_CLAIM_WAIT_S):
                     await self._changed.wait()
@@ -171,8 +174,8 @@ class Collector:
         self._changed.set()
         return len(refused)
 
-    async def _filter(self, version: int) -> int:
-        """Drop what may not be trained at `version`. Returns how many groups that were."""
+    async def _filter(self, version: int) -> Counter[DropReason]:
+        """Drop what may not be trained at `version`. Returns how many groups that were, by reason."""
         self._held = [held for held in self._held if not self._keeper.is_lost(held.lease)]
         for held in [held for held in self._held if held.versions[1] > version]:
             self._held.remove(held)
@@ -193,7 +196,7 @@ class Collector:
             self.dropped[reason] += await self._streams.drop(leases, reason, refeed=refeed)
             self._keeper.drop(leases)
             self._held = [held for held in self._held if held not in dropped]
-        return sum(len(dropped) for dropped in by_reason.values())
+        return Counter({reason: len(dropped) for reason, dropped in by_reason.items()})
 
     def _is_fit(self, held: HeldGroup, version: int) -> bool:
         return held.versions[1] <= version and self._drop_reason(held, version) is None
@@ -205,17 +208,30 @@ class Collector:
             return DropReason.STALE
         return held.flaw
 
-    def _refuse_to_starve(self, num_filtered: int, num_dead: int) -> None:
-        if num_filtered + num_dead < self._algorithm.max_refill * self._groups_per_step:
+    def _refuse_to_starve(self, filtered: Counter[DropReason], num_dead: int) -> None:
+        max_refill, num_filtered = self._algorithm.max_refill, filtered.total()
+        if num_filtered + num_dead < max_refill * self._groups_per_step:
             return
-        reasons = ", ".join(f"{reason.value}: {count}" for reason, count in self.dropped.items())
+        reasons = ", ".join(f"{reason.value}: {count}" for reason, count in filtered.items())
         raise RunStalledError(
-            f"{num_filtered} groups were filtered for one step, {num_dead} died (`rollstream streams dead-letters` "
-            f"shows why), and only {len(self._held)} of "
-            f"{self._groups_per_step} are left to train (dropped so far: {reasons}). Look at the rewards: prompts "
-            "that are too easy or too hard teach nothing; why a reward failed is in the scorers' logs. "
-            f"algorithm.max_refill = {self._algorithm.max_refill} sets after how many batches' worth to give up"
+            f"{num_filtered} groups were filtered for one step ({reasons or 'none'}), {num_dead} died, and only "
+            f"{len(self._held)} of {self._groups_per_step} are left to train; algorithm.max_refill = {max_refill} "
+            f"sets after how many batches' worth to give up. {self._why_they_starve(filtered, num_dead)}"
         )
+
+    def _why_they_starve(self, filtered: Counter[DropReason], num_dead: int) -> str:
+        """Where to look, for what there was; what is said last is nearest to the cause."""
+        unscored = "No reward applied: every function returned None for all completions"
+        if self._last_problem:
+            unscored = f"The last reward error: {self._last_problem}"
+        hints = {
+            DropReason.STALE: "Generators are too far behind: raise staleness.max_staleness",
+            DropReason.ZERO_VARIANCE: "Prompts that are too easy or too hard teach nothing: look at the rewards",
+            DropReason.NONFINITE: "No token had a finite logprob: look at the generators",
+            DropReason.UNSCORED: unscored,
+        }
+        dead = ["`rollstream streams dead-letters` shows why groups died"] if num_dead else []
+        return ". ".join([*dead, *(hint for reason, hint in hints.items() if filtered[reason])])
 
     async def _nothing_more_comes(self) -> bool:
         if not self._feeder.has_ended:

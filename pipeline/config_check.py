@@ -7,10 +7,10 @@ asked; `rollstream doctor` does that.
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline.config import Config
+from pipeline.engines.vllm_options import require_installed
 from pipeline.errors import ConfigError, UsageError
 
 
@@ -32,11 +32,8 @@ def _complaints(examine: Callable[[Config], None], config: Config) -> list[str]:
 
 
 def _engine(config: Config) -> None:
-    if config.generation.engine == "vllm" and find_spec("vllm") is None:
-        raise ConfigError(
-            'generation.engine = "vllm": vLLM is not installed; pip install "rollstream[vllm]", '
-            'or set generation.engine = "transformers"'
-        )
+    if config.generation.engine == "vllm":
+        require_installed()
     if config.generation.engine == "openai":
         from pipeline.engines.openai_checks import check_settings
 

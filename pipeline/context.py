@@ -76,7 +76,7 @@ class WorkerContext:
     def waiting_for(self, what: str | None) -> None:
         """Say what is waited for; None when the wait is over.
 
-        The log repeats it every few seconds and `rollstream status` shows it.
+        The log says it soon, then ever more seldom, and `rollstream status` shows it.
         """
         self.state.wait_for(what)
 

@@ -26,12 +26,12 @@ from pipeline.config_files import mask_url
 from pipeline.connection import refusal
 from pipeline.cores import available_cores, visible_gpus
 from pipeline.embedded import EmbeddedServer
+from pipeline.engines.vllm_options import WAY_TO_GET_IT, installed_version
 from pipeline.errors import RollstreamError
 from pipeline.server_address import find_server
 
 _DISTRIBUTION = "rollstream"
 _EXTRAS = {
-    "vllm": "generation with vLLM on GPUs",
     "openai": "generation on vLLM servers that run already",
     "math": "the reward `math`",
     "json": "the reward `json_schema`",
@@ -135,6 +135,7 @@ def _packages() -> list[Finding]:
 
 def _extras() -> list[Finding]:
     findings: list[Finding] = []
+    findings.append(_vllm())
     for extra, purpose in _EXTRAS.items():
         try:
             problems = [problem for problem in map(_problem, _requirements(extra)) if problem]
@@ -148,6 +149,15 @@ def _extras() -> list[Finding]:
             continue
         findings.append(Finding(subject=subject, level=Level.OK, text=purpose))
     return findings
+
+
+def _vllm() -> Finding:
+    """Not told by the extra: its distribution has another name where it is built for CPUs."""
+    installed = installed_version()
+    if installed is None:
+        text = "generation with vLLM: it is missing"
+        return Finding(subject="[vllm]", level=Level.HINT, text=text, way_out=WAY_TO_GET_IT)
+    return Finding(subject="[vllm]", level=Level.OK, text=f"generation with vLLM {installed}")
 
 
 def _machine() -> Finding:

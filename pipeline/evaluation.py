@@ -23,7 +23,8 @@ _NUM_SAMPLES = 3
 class EvaluationReport:
     """One round.
 
-    weight_version_min, weight_version_max: of the tokens. reward_mean: over scored completions.
+    weight_version_min, weight_version_max: of the tokens. reward_mean: over the num_scored completions
+    that have a reward, of num_completions.
     samples: the first groups of the held-out data.
     """
 
@@ -31,20 +32,21 @@ class EvaluationReport:
     weight_version_min: int
     weight_version_max: int
     num_groups: int
+    num_completions: int
     num_scored: int
     reward_mean: float
     rewards: dict[str, float]
     samples: tuple[ScoredGroup, ...] = ()
 
-    def as_metrics(self) -> dict[str, float]:
-        """Flat, for records and trackers."""
-        parts = {f"eval_{name}": value for name, value in self.rewards.items()}
+    def as_metrics(self) -> dict[str, float | dict[str, float]]:
+        """For records and trackers. Names that users chose stand below a name of ours, never beside one."""
         return {
             "eval_reward": self.reward_mean,
             "eval_weight_version": float(self.weight_version_max),
             "eval_weight_version_min": float(self.weight_version_min),
             "eval_num_scored": float(self.num_scored),
-            **parts,
+            "eval_num_completions": float(self.num_completions),
+            "eval_rewards": dict(self.rewards),
         }
 
 
@@ -127,6 +129,7 @@ def _report(round_: _Round) -> EvaluationReport:
         weight_version_min=int(min(versions, default=round_.version)),
         weight_version_max=int(max(versions, default=round_.version)),
         num_groups=len(round_.groups),
+        num_completions=len(scores),
         num_scored=len(rewards),
         reward_mean=float(np.mean(rewards)) if rewards else float("nan"),
         rewards={name: float(np.mean(values)) for name, values in parts.items()},

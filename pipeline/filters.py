@@ -25,6 +25,12 @@ def is_unscored(group: ScoredGroup) -> bool:
     return all(reward is None for reward in rewards_of(group))
 
 
+def reward_problem(group: ScoredGroup) -> str:
+    """What went wrong in a reward function, of the first completion of which there is something to say; else empty."""
+    problems = (f"{part.name}: {part.problem}" for score in group.scores for part in score.parts if part.problem)
+    return next(problems, "")
+
+
 def is_zero_variance(group: ScoredGroup) -> bool:
     """Whether all rewards that there are are equal, so that every group-relative advantage is 0."""
     scored = [reward for reward in rewards_of(group) if reward is not None]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from redis.exceptions import ResponseError
 
+from pipeline.agreement import differences
 from pipeline.connection import Script, passes, until_accepted
 from pipeline.errors import ConfigError, RunConflictError, TrainerReplacedError, few
 from pipeline.keys import META_OF_ALL_RUNS, Keys, run_of
@@ -211,7 +212,7 @@ class Fleet:
         await self._hset(self._keys.meta, {"endpoints": json.dumps(asdict(endpoints))})
 
     async def endpoints(self) -> Endpoints | None:
-        """Where weights are published; None before a trainer said so."""
+        """Where weights are published; None where no trainer says so."""
         stored = await self._hget(self._keys.meta, "endpoints")
         return None if stored is None else Endpoints(**json.loads(stored))
 
@@ -246,8 +247,16 @@ class Fleet:
             )
 
     async def release_trainer(self, worker_id: str) -> bool:
-        """Give it up; False when another holds it, whose lock stays as it is."""
+        """Give it up, and with it the addresses of its publisher; False when another holds it, which stays as it is."""
         return bool(await self._call("unlock", [self._keys.trainer_lock, self._keys.meta], [worker_id]))
+
+    async def trainer_holder(self) -> tuple[str, float] | None:
+        """Who has the right to train, and for how many seconds more unless it is prolonged; None where nobody has."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.get(self._keys.trainer_lock)
+            pipe.pttl(self._keys.trainer_lock)
+            holder, left_ms = await pipe.execute()
+        return None if holder is None else (holder.decode(), max(0, left_ms) / 1000)
 
     async def _lock(self, worker_id: str, ttl_s: float, how: str) -> bool:
         keys = [self._keys.trainer_lock, self._keys.control, self._keys.meta]
@@ -266,8 +275,8 @@ def _text(value: bytes | None) -> str | None:
 
 
 def _conflict(run: str, differing: Sequence[str], own: Mapping[str, str]) -> str:
-    pairs = zip(differing[::2], differing[1::2], strict=True)
-    named = "; ".join(f"{key} = {own[key]} here, {theirs} in the run" for key, theirs in pairs)
+    theirs = dict(zip(differing[::2], differing[1::2], strict=True))
+    named = differences({key: own[key] for key in theirs}, theirs, "in the run")
     return (
         f"run.name = {run!r} was started with other settings: {named}. Make them equal, choose another run.name, or "
         f"remove a run that is over with `rollstream reset --run {run}`"

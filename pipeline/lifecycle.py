@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from collections.abc import Awaitable, Callable
 
 from prometheus_client import disable_created_metrics
@@ -29,7 +28,8 @@ from pipeline.health import HealthServer
 from pipeline.heartbeat import Heartbeat
 from pipeline.logs import configure, get_logger, masked
 from pipeline.metrics import Metrics
-from pipeline.shutdown import ExitGuard, Shutdown, StoppedNowError
+from pipeline.shutdown import ExitGuard, Shutdown, StoppedNowError, signals_as_before
+from pipeline.wait_log import WaitLog
 from pipeline.worker_state import WorkerState
 
 __all__ = ["WorkerContext", "run_worker"]
@@ -37,7 +37,6 @@ __all__ = ["WorkerContext", "run_worker"]
 Body = Callable[[WorkerContext], Awaitable[None]]
 
 _TURN_S = 0.5
-_FIRST_WORD_AFTER_S, _REPEAT_S, _LATER_S, _REPEAT_LATER_S = 2.0, 5.0, 60.0, 30.0
 _CANCEL_S, _LEAVE_S, _EXIT_S, _EXIT_NOW_S = 5.0, 5.0, 15.0, 2.0
 
 
@@ -51,8 +50,9 @@ def run_worker(role: str, config: Config, body: Body, *, joins: bool = True) -> 
     configure(config.worker, role, worker_id)
     disable_created_metrics()  # type: ignore[no-untyped-call]
     guard = ExitGuard()
-    code = _exit_code(lambda: asyncio.run(_Life(role, worker_id, config, body, guard, joins=joins).live()))
-    guard.finish(code)
+    with signals_as_before():
+        code = _exit_code(lambda: asyncio.run(_Life(role, worker_id, config, body, guard, joins=joins).live()))
+        guard.finish(code)
     return code
 
 
@@ -62,15 +62,22 @@ def _exit_code(live: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         return 130
     except UsageError as error:
-        sys.stderr.write(f"error: {masked(' '.join(str(error).split()))}\n")
+        _say_why(str(error))
         return error.exit_code
     except RollstreamError as error:
         get_logger().error("worker_failed", error=str(error))
+        _say_why(str(error))
         return error.exit_code
-    except Exception:  # noqa: BLE001 - the last word of a process is its exit code
+    except Exception as error:  # noqa: BLE001 - the last word of a process is its exit code
         get_logger().exception("worker_crashed")
+        _say_why(f"{type(error).__name__}: {error}")
         return 1
     return 0
+
+
+def _say_why(error: str) -> None:
+    """The last line of a worker that failed, the same in every log format; `up` tells crashes apart by it."""
+    sys.stderr.write(f"error: {masked(' '.join(error.split()))}\n")
 
 
 class _Life:
@@ -173,15 +180,13 @@ class _Life:
         self._state.drain()
 
     async def _turn(self) -> None:
-        """Shows that the loop goes round, and repeats what is waited for."""
-        said_at = float("-inf")
+        """Shows that the loop goes round, and says what is waited for."""
+        waits, state = WaitLog(), self._state
         while True:
-            self._state.turned()
-            waited_s = self._state.waited_s
-            repeat_s = _REPEAT_S if waited_s < _LATER_S else _REPEAT_LATER_S
-            if waited_s >= _FIRST_WORD_AFTER_S and time.monotonic() - said_at >= repeat_s:
-                said_at = time.monotonic()
-                self._log.info("waiting", waiting_for=self._state.waiting_for, seconds=round(waited_s))
+            state.turned()
+            if waits.is_due(state.waiting_for, state.waited_s):
+                say = self._log.warning if state.lacks_redis else self._log.info
+                say("waiting", waiting_for=state.waiting_for, seconds=round(state.waited_s))
             await asyncio.sleep(_TURN_S)
 
 

@@ -26,14 +26,19 @@ from pipeline.connection import connect
 from pipeline.cores import available_cores, gpu_environ, thread_environ, visible_gpus
 from pipeline.embedded import EmbeddedServer
 from pipeline.errors import ConfigError, RollstreamError, ServiceUnavailableError
+from pipeline.first_contact import make_contact
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys
+from pipeline.ledger import Ledger
+from pipeline.recorder import METRICS_FILE
 from pipeline.server_address import announce_server, kept_dir, with_url, withdraw_server
+from pipeline.streams import Streams
 from pipeline.supervisor import RestartPolicy, Supervisor, WorkerExit, WorkerSpec
 
 _KILL_GRACE_S = 15.0
 _LOOK_EVERY_S = 1.0
 _LAST_LOOK_S = 5.0
+TRAINER = "trainer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +89,10 @@ class LocalRun:
                     "choose a folder that you may write to"
                 ) from None
             _lock(stack.enter_context((run_dir / "up.lock").open("a+")), self.config)
+            # As the user wrote them: the address of a private server ends with it, and workers have it from us.
+            self.config_file.write_text(show(_on_one_machine(self.config)), encoding="utf-8")
             if self.config.redis.url.get_secret_value() == "embedded":
                 self._start_server(stack, run_dir)
-            self.config_file.write_text(show(_on_one_machine(self.config)), encoding="utf-8")
             self._open = stack.pop_all()
         return self
 
@@ -108,10 +114,22 @@ class LocalRun:
             on_exit=on_exit,
             on_drain=on_drain,
             restart=restart,
+            progress=self._progress,
         )
 
+    def _progress(self, name: str) -> object:
+        """How far the run is. A trainer goes on from a checkpoint, the others where the steps are."""
+        if name == TRAINER:
+            return {marker.stat().st_mtime_ns for marker in self.config.run_dir.glob("checkpoints/step_*/COMPLETE")}
+        records = self.config.run_dir / METRICS_FILE
+        return records.stat().st_mtime_ns if records.exists() else None
+
     async def run(self, supervisor: Supervisor, say: Callable[[str], None]) -> int:
-        """Run until the supervisor ends, or the private server does. Returns the exit code."""
+        """Run until the supervisor ends, or the private server does. Returns the exit code.
+
+        Raises ServiceUnavailableError or RunConflictError before any worker is started.
+        """
+        await make_contact(self.config)
         watch = asyncio.create_task(self._watch_server(supervisor, say))
         try:
             code = await supervisor.run()
@@ -134,6 +152,14 @@ class LocalRun:
                 f"drained before the run was over, at weight version {facts.weight_version}; the same command goes on "
                 "from there"
             )
+
+    async def ledger(self) -> Ledger | None:
+        """Where all groups of the run are; None where its server does not say."""
+        async with connect(self.config.redis, retries=0) as redis:
+            try:
+                return await Streams(redis, Keys(self.config.run.name), self.config.queues, consumer="up").ledger()
+            except (RedisError, OSError):
+                return None
 
     async def _watch_server(self, supervisor: Supervisor, say: Callable[[str], None]) -> None:
         """Nothing goes on without the server, and only this process could have started another."""
@@ -187,7 +213,7 @@ def worker_specs(
             argv=(*command, role, "-c", str(config_file)),
             environ={**shared, **extra},
             unset=tuple(name for name in environ if name.startswith("ROLLSTREAM_") and "__" in name),
-            ends_run=role == "trainer",
+            ends_run=role == TRAINER,
         )
 
     def heavy(num_threads: int, index: int) -> dict[str, str]:
@@ -199,7 +225,7 @@ def worker_specs(
     return [
         *(spec("generator", f"generator-{i + 1}", heavy(config.generation.num_threads, i)) for i in generators),
         *(spec("scorer", f"scorer-{i + 1}", one_thread) for i in range(crew.num_scorers)),
-        spec("trainer", "trainer", heavy(config.trainer.num_threads, crew.num_generators)),
+        spec(TRAINER, TRAINER, heavy(config.trainer.num_threads, crew.num_generators)),
         *(spec("exporter", "exporter", one_thread) for _ in range(crew.has_exporter)),
     ]
 

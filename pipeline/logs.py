@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, TextIO, cast
 
 import structlog
@@ -89,7 +89,13 @@ def _named(role: str, worker: str) -> Processor:
 
 
 def _mask(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    return {key: masked(value) if isinstance(value, str) else value for key, value in event.items()}
+    return {key: _masked_value(value) for key, value in event.items()}
+
+
+def _masked_value(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {name: _masked_value(item) for name, item in value.items()}
+    return masked(value) if isinstance(value, str) else value
 
 
 def _console(*, has_colours: bool) -> Callable[[WrappedLogger, str, EventDict], str]:
@@ -98,8 +104,8 @@ def _console(*, has_colours: bool) -> Callable[[WrappedLogger, str, EventDict], 
     def render(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
         fields = dict(event)
         time, level, name = fields.pop("timestamp"), fields.pop("level"), fields.pop("event")
-        trace = fields.pop("exception", None)
-        pairs = " ".join(f"{key}={_value(value)}" for key, value in fields.items())
+        trace = "\n".join(str(fields.pop(name)).rstrip() for name in ("traceback", "exception") if name in fields)
+        pairs = " ".join(f"{key}={_value(value)}" for key, value in _flat(fields))
         line = f"{time} {level:<7} {name}"
         if has_colours:
             line = f"{_DIM}{time}{_RESET} {_COLOURS.get(level, '')}{level:<7}{_RESET} {name}"
@@ -108,6 +114,15 @@ def _console(*, has_colours: bool) -> Callable[[WrappedLogger, str, EventDict], 
         return f"{line}\n{trace}" if trace else line
 
     return render
+
+
+def _flat(fields: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Pairs; what stands below a name gets it in front, as in rewards.exact_match."""
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}.{name}", item) for name, item in value.items())
+        else:
+            yield key, value
 
 
 def _value(value: object) -> str:

@@ -148,11 +148,12 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardResult:
-    """One reward function on one completion. value: None unless outcome is OK."""
+    """One reward function on one completion. value: None unless outcome is OK. problem: why it failed, if it did."""
 
     name: str
     value: float | None
     outcome: Outcome
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

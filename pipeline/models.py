@@ -17,6 +17,7 @@ import torch
 
 from pipeline.config import LoraSettings, ModelSettings
 from pipeline.errors import ConfigError, ModelError, few
+from pipeline.hub import require_on_hub
 from pipeline.model_weights import ADAPTER_MARK, dtype_named
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ def _linear_names(model: torch.nn.Module) -> set[str]:
 
 
 def _check_files(model: ModelSettings, patterns: tuple[str, ...], what: str) -> None:
-    """A directory is looked into here; anything else that has a Hub id's form is left to the Hub."""
+    """A directory is looked into here; the Hub is asked for anything else that has the form of its ids."""
     if not model.path:
         raise ModelError("model.path is empty; set it to the directory of a Hugging Face causal language model")
     directory = Path(model.path).expanduser()
@@ -202,6 +203,7 @@ def _check_files(model: ModelSettings, patterns: tuple[str, ...], what: str) -> 
         raise ModelError(f"model.path = {model.path!r} is a file; point it to the directory of a checkpoint")
     if directory.is_absolute() or model.path.startswith((".", "~")) or model.path.count("/") > 1:
         raise ModelError(f"model.path = {model.path!r} does not exist; point it to the directory of a checkpoint")
+    require_on_hub(model.path)
 
 
 @contextmanager

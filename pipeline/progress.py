@@ -6,6 +6,7 @@ series and the status that `rollstream status` shows. It never influences traini
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from pipeline.config import Config
 from pipeline.evaluation import EvaluationReport
 from pipeline.lifecycle import WorkerContext
 from pipeline.messages import ScoredGroup
-from pipeline.recorder import Recorder
+from pipeline.recorder import LOST_FILE, Recorder
 from pipeline.recovery import TrainerState
 from pipeline.staleness import assess
 from pipeline.streams import DropReason, Lease
@@ -41,6 +42,12 @@ class Progress:
         self._dropped: Counter[DropReason] = Counter()
         self._num_skipped = 0
 
+    def goes_on_from(self, step: int) -> None:
+        """Training begins, or goes on from a checkpoint; later steps are done again."""
+        num_records = self._recorder.rewind(step)
+        if num_records:
+            self._context.log.info("records_set_aside", num_records=num_records, after_step=step, file=LOST_FILE)
+
     def step(
         self,
         state: TrainerState,
@@ -58,6 +65,7 @@ class Progress:
         self._recorder.samples(state.step, groups[: self._config.tracking.samples_per_step])
         for tracker in self._trackers:
             tracker.log(state.step, row)
+        dropped_now = dropped - self._dropped
         self._observe(state, groups, row, trainer_version, dropped)
         limit = "generation or scoring" if waited_s > _WAITING_SHARE * row["wall_s"] else "training"
         self._context.set_status(
@@ -73,6 +81,8 @@ class Progress:
             reward=_rounded(row.get("reward_mean")),
             tokens_per_s=round(row["tokens_per_s"]),
             staleness=_rounded(row.get("staleness_mean")),
+            unscored=round(row.get("unscored_completions", 0.0)),
+            dropped={reason.value: count for reason, count in dropped_now.items()},
             weight_version=state.version,
             limited_by=limit,
         )
@@ -145,6 +155,7 @@ class Progress:
         for tracker in self._trackers:
             tracker.log(step, row)
         self._context.metrics.eval_reward_mean.set(report.reward_mean)
+        is_partial = report.num_scored < report.num_completions
         self._context.set_status(eval_reward=report.reward_mean, eval_weight_version=report.weight_version_max)
         self._context.log.info(
             "evaluation",
@@ -152,7 +163,8 @@ class Progress:
             weight_version=report.weight_version_max,
             reward=_rounded(report.reward_mean),
             prompts=report.num_groups,
-            **{name: _rounded(value) for name, value in report.rewards.items()},
+            **({"scored": f"{report.num_scored}/{report.num_completions}"} if is_partial else {}),
+            rewards={name: _rounded(value) for name, value in report.rewards.items()},
         )
 
     def prompts_skipped(self, number: int, max_prompt_tokens: int) -> None:
@@ -178,4 +190,4 @@ class Progress:
 
 
 def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
+    return None if value is None or not math.isfinite(value) else round(value, 4)

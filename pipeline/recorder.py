@@ -1,7 +1,8 @@
 """The run directory: what was measured at every step, and samples of what was said.
 
 In: metrics and scored groups. Out: `metrics.jsonl` and `samples.jsonl`, one JSON object a line,
-readable while the run goes on. A full disk costs records, which are counted, never the run.
+readable while the run goes on. A full disk costs records, which are counted, never the run. Steps
+that a resumed run does again stand in `metrics.jsonl` once; what it lost is in `metrics_lost.jsonl`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, SupportsFloat, cast
+from typing import Any, SupportsFloat, TypeAlias, cast
 
 import structlog
 
@@ -20,8 +21,11 @@ from pipeline.messages import Completion, Json, Score, ScoredGroup
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+LOST_FILE = "metrics_lost.jsonl"
 _BLOCK_BYTES = 1 << 16
 _log = structlog.get_logger()
+
+Values: TypeAlias = Mapping[str, SupportsFloat | str | Mapping[str, SupportsFloat] | None]
 
 
 class Recorder:
@@ -34,17 +38,34 @@ class Recorder:
         self._run_dir = run_dir
         self._role = role
         self._clock = clock
-        self._torn: set[str] = {METRICS_FILE, SAMPLES_FILE}
+        self._torn: set[str] = {METRICS_FILE, SAMPLES_FILE, LOST_FILE}
         self._is_failure_logged = False
         self.num_lost = 0
 
-    def metrics(self, step: int, values: Mapping[str, SupportsFloat | str | None]) -> None:
+    def metrics(self, step: int, values: Values) -> None:
         """One record of a step. Several records of one step are read as one."""
         self._append(METRICS_FILE, [self._head(step) | {name: _plain(value) for name, value in values.items()}])
 
     def samples(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         """One record for each group, with its completions and their rewards."""
         self._append(SAMPLES_FILE, [self._head(step) | _sample(group) for group in groups])
+
+    def rewind(self, step: int) -> int:
+        """The run goes on from `step`: what comes after it is done again. Returns how many records made way.
+
+        An evaluation that came later, of weights that go on, stays as one of `step`.
+        """
+        kept, lost = _divided(list(_records(_lines(self._run_dir / METRICS_FILE))), step)
+        if not lost:
+            return 0
+        self._append(LOST_FILE, lost)
+        aside = self._run_dir / f".{METRICS_FILE}.writing"
+        try:
+            aside.write_text(_text(kept), encoding="utf-8", errors="replace")
+            aside.replace(self._run_dir / METRICS_FILE)
+        except OSError as error:
+            self._log_once(METRICS_FILE, error)
+        return len(lost)
 
     def close(self) -> None:
         """Say how many records were lost; all others are on disk already."""
@@ -57,9 +78,8 @@ class Recorder:
     def _append(self, name: str, records: Sequence[Mapping[str, Json]]) -> None:
         if not records:
             return
-        text = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
         try:
-            self._write(self._run_dir / name, text.encode("utf-8", errors="replace"))
+            self._write(self._run_dir / name, _text(records).encode("utf-8", errors="replace"))
         except OSError as error:
             self._torn.add(name)
             self.num_lost += len(records)
@@ -85,6 +105,30 @@ class Recorder:
         _log.error("record_not_written", file=str(self._run_dir / name), error=str(error), consequence="run goes on")
 
 
+def _text(records: Iterable[Mapping[str, Json]]) -> str:
+    return "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
+
+
+def _divided(records: Sequence[dict[str, Any]], step: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What belongs to a run that goes on from `step`, and what does not; one that begins anew keeps nothing."""
+    kept: list[dict[str, Any]] = []
+    lost: list[dict[str, Any]] = []
+    newest = max((record.get("weight_version", 0) for record in records if _step_of(record) <= step), default=0)
+    for record in records:
+        if step > 0 and _step_of(record) > step and record.get("eval_weight_version", math.inf) <= newest:
+            kept.append(record | {"step": step})
+        elif 0 < step >= _step_of(record):
+            kept.append(record)
+        else:
+            lost.append(record)
+    return kept, lost
+
+
+def _step_of(record: Mapping[str, Any]) -> float:
+    step = record.get("step")
+    return step if isinstance(step, int) else math.inf
+
+
 def _ends_with_newline(path: Path) -> bool:
     with path.open("rb") as file:
         if file.seek(0, os.SEEK_END) == 0:
@@ -93,7 +137,7 @@ def _ends_with_newline(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def _plain(value: SupportsFloat | Json) -> Json:
+def _plain(value: SupportsFloat | Json | Mapping[str, SupportsFloat]) -> Json:
     """A JSON value; what JSON cannot say (NaN, infinity) becomes null."""
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -125,6 +169,7 @@ def _sample(group: ScoredGroup) -> dict[str, Json]:
 
 
 def _completion(completion: Completion, score: Score) -> Json:
+    problems: dict[str, Json] = {part.name: part.problem for part in score.parts if part.problem}
     return {
         "text": completion.text,
         "reward": score.reward,
@@ -133,6 +178,7 @@ def _completion(completion: Completion, score: Score) -> Json:
         "num_tokens": len(completion),
         "finish_reason": completion.finish_reason.value,
         "versions": [[span.weight_version, span.first_token] for span in completion.spans],
+        **({"problems": problems} if problems else {}),
     }
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pipeline.agreement import differences
 from pipeline.checkpoints import Checkpoint, Checkpoints
 from pipeline.config_files import fingerprint
 from pipeline.errors import CheckpointError, RunConflictError
@@ -65,8 +66,9 @@ class Recovery:
         Raises RunConflictError for a foreign run.
         """
         context = self._context
-        lease_s = context.config.queues.lease_s
+        said_of, lease_s = "", context.config.queues.lease_s
         while not await context.unless_draining(context.fleet.acquire_trainer(context.worker_id, lease_s)):
+            said_of = await self._say_who_trains(said_of)
             context.waiting_for("another trainer of this run to end")
             await context.wait_for_any(timeout_s=_LOCK_WAIT_S)
             if context.draining.is_set():
@@ -75,6 +77,15 @@ class Recovery:
         context.keep_trainer_lock()
         await self._check_identity()
         return True
+
+    async def _say_who_trains(self, said_of: str) -> str:
+        """Once for each: where it was killed, its right lapses within queues.lease_s. Returns who it is."""
+        holder, left_s = await self._context.fleet.trainer_holder() or (said_of, 0.0)
+        if holder != said_of:
+            self._context.log.warning(
+                "another_trainer", holder=holder, free_within_s=round(left_s, 1), unless="it is alive and goes on"
+            )
+        return holder
 
     async def _check_identity(self) -> None:
         """What was fed in Redis must have been fed by the run of this directory."""
@@ -151,11 +162,9 @@ class Recovery:
         """The run may have been reset in Redis and started anew with other settings."""
         context = self._context
         ours = fingerprint(context.config)
-        saved = checkpoint.state.get("settings", ours)
-        differing = [f"{key} = {ours[key]} here, {saved.get(key)} there" for key in ours if saved.get(key) != ours[key]]
-        if differing:
+        if differing := differences(ours, checkpoint.state.get("settings", ours), "there"):
             raise RunConflictError(
-                f"{checkpoint.path} was written with other settings: {'; '.join(differing)}. Choose another run.name, "
+                f"{checkpoint.path} was written with other settings: {differing}. Choose another run.name, "
                 f'move {context.config.run_dir} away, or set checkpoint.resume = "never"'
             )
 

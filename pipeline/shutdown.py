@@ -31,6 +31,24 @@ class StoppedNowError(RollstreamError):
         self.exit_code = 128 + number
 
 
+@contextlib.contextmanager
+def signals_as_before() -> Iterator[None]:
+    """What happens to signals after the block is what happened before it."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None: set by something else than Python
+                signal.signal(number, handler)
+
+
+def ignore_signals() -> None:
+    """For a process that has nothing left to do but exit: an exception would only disturb that."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class Shutdown:
     """Listens for the end. drain: called at the first sign, with the reason."""
 
@@ -45,10 +63,12 @@ class Shutdown:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Signal handlers are ours inside the block. A signal that is ignored stays ignored (nohup)."""
+        """Signal handlers are ours inside the block. A signal that is ignored stays ignored (nohup).
+
+        After the block all are ignored until `signals_as_before` ends: a worker that is leaving leaves.
+        """
         loop = asyncio.get_running_loop()
-        before = {number: signal.getsignal(number) for number in _SIGNALS}
-        ours = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+        ours = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         for number in ours:
             loop.add_signal_handler(number, self._on_signal, number)
         try:
@@ -56,7 +76,7 @@ class Shutdown:
         finally:
             for number in ours:
                 loop.remove_signal_handler(number)
-                signal.signal(number, before[number])
+                signal.signal(number, signal.SIG_IGN)
 
     async def watch_parent(self) -> None:
         """Drains when the process that started this one is gone; returns at once without one."""

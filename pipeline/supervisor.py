@@ -1,8 +1,9 @@
 """Keeps the worker processes of one machine alive until the trainer is done.
 
 In: what to start. Out: their lines, merged and labelled, and one exit code. A worker that fails is
-started again after a pause that doubles; one that exits with 2 stops everything, because a person
-must mend something. No worker outlives the supervisor.
+started again after a pause that doubles, unless it fails again and again in the same way; one that
+exits with 2 stops everything, because a person must mend something. No worker outlives the
+supervisor.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from pipeline.crashes import Crashes
 
 USAGE = 2
 DRAIN_TIMED_OUT = 4
@@ -45,13 +48,15 @@ class WorkerSpec:
 class RestartPolicy:
     """Pause before a restart: first_s, doubled at each failure in a row up to limit_s.
 
-    A life of healthy_after_s ends a row; max_failures in a row end the run.
+    A life of healthy_after_s ends a row; max_failures in a row end the run. So do max_alike crashes
+    with the same error, however long the lives, when the run did not get ahead between them.
     """
 
     first_s: float = 0.5
     limit_s: float = 30.0
     healthy_after_s: float = 30.0
     max_failures: int = 8
+    max_alike: int = 3
 
     def pause_s(self, failures: int) -> float:
         return min(self.limit_s, self.first_s * 2.0 ** (failures - 1))
@@ -59,19 +64,25 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerExit:
-    """A process ended after `seconds`. code: negative for a signal. restart_in_s: None when it stays away."""
+    """A process ended after `seconds`. code: negative for a signal. restart_in_s: None when it stays away.
+
+    error: why, in its own words, where it said so. given_up_after: so many failures in a row, 0 otherwise.
+    """
 
     name: str
     code: int
     seconds: float
     restart_in_s: float | None
+    error: str = ""
+    given_up_after: int = 0
 
 
 class Supervisor:
     """Runs workers.
 
     `on_line(name, line)` sees every line, `on_exit(WorkerExit)` every end; `on_drain()` is called
-    once, when the workers are asked to end.
+    once, when a signal asks for the end. `progress(name)` gives a value that changes when the run
+    gets ahead in a way that a restart of this worker keeps.
     """
 
     def __init__(
@@ -83,6 +94,7 @@ class Supervisor:
         on_exit: Callable[[WorkerExit], None] = lambda _: None,
         on_drain: Callable[[], None] = lambda: None,
         restart: RestartPolicy | None = None,
+        progress: Callable[[str], object] = lambda _: None,
     ) -> None:
         self._specs = tuple(specs)
         self._drain_timeout_s = drain_timeout_s
@@ -90,6 +102,7 @@ class Supervisor:
         self._on_exit = on_exit
         self._on_drain = on_drain
         self._restart = restart or RestartPolicy()
+        self._progress = progress
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._stopping = asyncio.Event()
         self._killing = asyncio.Event()
@@ -123,23 +136,47 @@ class Supervisor:
             return
         self._code = code
         self._stopping.set()
-        self._on_drain()
+
+    def _on_signal(self) -> None:
+        if not self._stopping.is_set():
+            self._on_drain()
+        self.stop()
 
     async def _keep(self, spec: WorkerSpec) -> None:
-        failures = 0
+        failures, crashes = 0, Crashes(lambda: self._progress(spec.name))
         while not self._stopping.is_set():
             started = time.monotonic()
-            code = await self._run_once(spec)
+            code = await self._run_once(spec, crashes)
             seconds = time.monotonic() - started
             failures = 1 if seconds >= self._restart.healthy_after_s else failures + 1
-            pause_s = None if self._is_final(spec, code, failures) else self._restart.pause_s(failures)
-            self._on_exit(WorkerExit(name=spec.name, code=code, seconds=seconds, restart_in_s=pause_s))
+            given_up_after = self._given_up_after(code, failures, crashes)
+            is_final = self._is_final(spec, code, given_up_after > 0)
+            pause_s = None if is_final else self._restart.pause_s(failures)
+            self._on_exit(
+                WorkerExit(
+                    name=spec.name,
+                    code=code,
+                    seconds=seconds,
+                    restart_in_s=pause_s,
+                    error=crashes.error,
+                    given_up_after=given_up_after,
+                )
+            )
             if pause_s is None:
                 return
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause_s)
 
-    def _is_final(self, spec: WorkerSpec, code: int, failures: int) -> bool:
+    def _given_up_after(self, code: int, failures: int, crashes: Crashes) -> int:
+        """After how many failures another start is in vain; 0 while it is not."""
+        if code in {0, USAGE} or self._stopping.is_set():
+            return 0
+        num_alike = crashes.count() if code > 0 else 0
+        if num_alike >= self._restart.max_alike:
+            return num_alike
+        return failures if failures >= self._restart.max_failures else 0
+
+    def _is_final(self, spec: WorkerSpec, code: int, is_given_up: bool) -> bool:
         """Whether a worker stays away after this exit; ends the run where that follows."""
         if self._stopping.is_set():
             if not self._is_finished and (code == DRAIN_TIMED_OUT or self._killing.is_set()):
@@ -150,13 +187,19 @@ class Supervisor:
                 self._is_finished = True
                 self.stop()
             return True
-        if code == USAGE or failures >= self._restart.max_failures:
+        if code == USAGE or is_given_up:
             self.stop(USAGE if code == USAGE else 1)
             return True
         return False
 
-    async def _run_once(self, spec: WorkerSpec) -> int:
-        async with _output_of(spec, self._on_line) as write_fd:
+    async def _run_once(self, spec: WorkerSpec, crashes: Crashes) -> int:
+        crashes.begin()
+
+        def on_line(name: str, line: str) -> None:
+            crashes.see(line)
+            self._on_line(name, line)
+
+        async with _output_of(spec, on_line) as write_fd:
             process = await asyncio.create_subprocess_exec(
                 *spec.argv,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -193,7 +236,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         ours = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         for number in ours:
-            loop.add_signal_handler(number, self.stop)
+            loop.add_signal_handler(number, self._on_signal)
         try:
             yield
         finally:

@@ -13,7 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 import structlog
 
@@ -23,6 +23,8 @@ from pipeline.errors import ConfigError
 _MAX_WAITING: Final = 1000
 _CLOSE_S: Final = 10.0
 _log = structlog.get_logger()
+
+Numbers: TypeAlias = Mapping[str, float | Mapping[str, float]]
 
 
 class Tracker(Protocol):
@@ -59,7 +61,7 @@ class BackgroundTracker:
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Numbers) -> None:
         """Leave the numbers for the thread. Never waits; what finds no room is lost and counted."""
         try:
             self._waiting.put_nowait((step, _finite(metrics)))
@@ -166,7 +168,7 @@ class _Trackio:
 
 def create_trackers(
     settings: TrackingSettings, run_dir: Path, run_name: str, config: Mapping[str, Any]
-) -> list[Tracker]:
+) -> list[BackgroundTracker]:
     """The trackers of `tracking.trackers`. Raises ConfigError for one that is not installed.
 
     config: the resolved configuration, JSON-able and without secrets; shown at the tracker.
@@ -185,9 +187,13 @@ def create_trackers(
     return [BackgroundTracker(name, openers[name]) for name in dict.fromkeys(settings.trackers)]
 
 
-def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """What a chart can show."""
-    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+def _finite(metrics: Numbers) -> dict[str, float]:
+    """What a chart can show; what stands below a name gets it in front, as in eval_rewards/exact_match."""
+    flat: dict[str, float] = {}
+    for name, value in metrics.items():
+        below = {f"{name}/{key}": item for key, item in value.items()} if isinstance(value, Mapping) else {name: value}
+        flat.update({key: float(item) for key, item in below.items() if math.isfinite(item)})
+    return flat
 
 
 def _stored_id(path: Path) -> str:

@@ -19,6 +19,7 @@ from pipeline.messages import Json
 
 # The loop says that it turns twice a second; after this long without a word it counts as stuck.
 _STUCK_AFTER_S = 10.0
+REDIS = "Redis"
 
 Result = TypeVar("Result")
 
@@ -77,13 +78,18 @@ class WorkerState:
         """What the worker waits for; an outage of Redis goes before all else."""
         return self.outage or self._wait
 
+    @property
+    def lacks_redis(self) -> bool:
+        """Whether it is Redis that is waited for."""
+        return (self.waiting_for or "").startswith(REDIS)
+
     def wait_for(self, what: str | None) -> None:
         """Note what is waited for; None ends the wait. Another text continues the same wait."""
         self._note_wait(self.outage, what)
 
     def miss_redis(self, why: str | None) -> None:
         """Note that Redis is away, and why; None when it is back."""
-        self._note_wait(None if why is None else f"Redis ({why})", self._wait)
+        self._note_wait(None if why is None else f"{REDIS} ({why})", self._wait)
 
     def _note_wait(self, outage: str | None, what: str | None) -> None:
         was_waiting = self.waiting_for is not None

@@ -14,12 +14,17 @@ import pytest
 from redis.asyncio import Redis
 
 from pipeline.cli import cli
-from pipeline.config import QueueSettings
+from pipeline.config import QueueSettings, RedisSettings
+from pipeline.config_files import load_config
+from pipeline.embedded import EmbeddedServer
+from pipeline.errors import RunConflictError
+from pipeline.first_contact import make_contact
 from pipeline.fleet import Fleet, WorkerInfo
 from pipeline.keys import Keys, Stream
 from pipeline.leases import Entry
+from pipeline.local_run import Crew, LocalRun
 from pipeline.server_address import announce_server, find_server, withdraw_server
-from pipeline.streams import Streams
+from pipeline.streams import Streams, connect
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = ("pydantic", "torch", "transformers", "redis", "zmq", "numpy", "asyncio", "rich")
@@ -284,3 +289,57 @@ def test_a_worker_that_is_told_to_end_when_it_has_ended_keeps_its_exit_code(valk
     words = ["--run", run_name, "--set", f"redis.url={valkey_url}", "--set", "scoring.rewards=[{function='no:where'}]"]
     done = subprocess.run([sys.executable, "-c", code, "scorer", *words], cwd=ROOT, capture_output=True, check=False)
     assert done.returncode == 2, done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_a_worker_that_is_exiting_changes_nothing(number: int, valkey_url: str, run_name: str) -> None:
+    code = """
+import atexit, os, sys
+atexit.register(lambda: os.kill(os.getpid(), int(sys.argv.pop())))
+from pipeline.cli import main
+main(sys.argv[1:-1])
+"""
+    words = ["scorer", "--run", run_name, "--set", f"redis.url='{valkey_url}'", "--set", "scoring.rewards=[]"]
+    call = [sys.executable, "-c", code, *words, str(number)]
+    worker = subprocess.run(call, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert worker.returncode == 2
+    assert worker.stderr.splitlines()[-1].startswith("error: scoring.rewards is empty")
+
+
+def test_up_without_a_server_ends_before_it_starts_anything(ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDIS_URL", "redis://user:sesame@127.0.0.1:1/0")
+    answer = ask("up")
+    assert answer.code == 3
+    (line,) = answer.err.splitlines()
+    assert line.startswith("error: redis.url = redis://user:***@127.0.0.1:1/0: no server answers there (")
+    assert "generator" not in answer.out
+
+
+async def test_up_with_other_settings_than_the_run_has_says_so_once_and_readably(
+    valkey_url: str, run_name: str, tmp_path: Path, redis: Redis, keys: Keys
+) -> None:
+    first, second = (
+        load_config(
+            [],
+            environ={"REDIS_URL": valkey_url},
+            overrides=[
+                f"run.name='{run_name}'",
+                f"run.dir='{tmp_path}'",
+                f"scoring.rewards=[{{function='{function}', weight=0.5, kwargs={{whole=true}}}}]",
+            ],
+        )
+        for function in ("format", "length")
+    )
+    await make_contact(first)
+    await make_contact(first)
+    with LocalRun(second, Crew()) as run, pytest.raises(RunConflictError) as caught:
+        await run.run(run.supervisor(lambda *_: None), lambda _: None)
+    assert "scoring.rewards = 0.5 x length(whole=true) here, 0.5 x format(whole=true) in the run" in str(caught.value)
+
+
+async def test_first_contact_leaves_to_workers_what_a_server_that_answers_may_refuse(tmp_path: Path) -> None:
+    with EmbeddedServer.start() as server:
+        async with connect(RedisSettings(), server.url) as client:
+            await client.config_set("requirepass", "sesame")
+        config = load_config([], environ={"REDIS_URL": server.url}, overrides=[f"run.dir='{tmp_path}'"])
+        await make_contact(config)

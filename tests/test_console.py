@@ -65,14 +65,27 @@ def test_the_end_of_a_worker_is_told(ended: WorkerExit, said: str) -> None:
     assert out.getvalue() == f"rollstream | {said}\n"
 
 
-def test_what_a_person_must_mend_is_repeated_last(capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console(["a", "b"], io.StringIO())
-    console.on_line("a", "error: no such file")
-    console.on_line("b", "info: well")
+def ended_by(name: str, error: str, code: int, given_up_after: int = 0) -> WorkerExit:
+    return WorkerExit(name=name, code=code, seconds=1.0, restart_in_s=None, error=error, given_up_after=given_up_after)
+
+
+def test_what_a_person_must_mend_is_said_last(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(["a", "b", "c"], io.StringIO())
+    console.on_exit(ended_by("a", "no such file", 2))
+    console.on_exit(ended_by("b", "", 0))
+    console.on_exit(ended_by("c", "no such file", 2))
     assert console.conclude(2) == 2
-    assert capsys.readouterr().err == "error: no such file (a)\n"
+    assert capsys.readouterr().err == "error: no such file (a, c)\n"
     assert console.conclude(0) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_a_worker_that_was_given_up_is_named_last_with_its_error(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(["a", "b"], io.StringIO())
+    console.on_exit(ended_by("a", "KeyError: 'x'", 1))
+    console.on_exit(ended_by("b", "KeyError: 'y'", 1, given_up_after=3))
+    assert console.conclude(1) == 1
+    assert capsys.readouterr().err == "error: b crashed 3 times: KeyError: 'y'\n"
 
 
 def test_a_reader_that_leaves_does_not_end_the_run() -> None:

@@ -131,9 +131,24 @@ async def test_only_one_trainer_holds_the_lock(fleet: Fleet) -> None:
     assert not await fleet.renew_trainer("b", 10)
     assert not await fleet.release_trainer("b")
     assert (await fleet.facts()).trainer == "a"
+    holder, left_s = await fleet.trainer_holder() or ("nobody", 0.0)
+    assert (holder, 0 < left_s <= 10) == ("a", True)
     assert await fleet.release_trainer("a")
+    assert await fleet.trainer_holder() is None
     assert not await fleet.renew_trainer("a", 10)
     assert await fleet.acquire_trainer("b", 10)
+
+
+async def test_a_trainer_that_leaves_takes_its_address_along_and_leaves_that_of_another(fleet: Fleet) -> None:
+    addresses = [Endpoints(announce="tcp://a:1", tiles=f"tcp://a:{port}", session="x") for port in (2, 3)]
+    await fleet.acquire_trainer("a", 10)
+    await fleet.set_endpoints(addresses[0])
+    assert await fleet.release_trainer("a")
+    assert await fleet.endpoints() is None
+    await fleet.acquire_trainer("b", 10)
+    await fleet.set_endpoints(addresses[1])
+    assert not await fleet.release_trainer("a")
+    assert await fleet.endpoints() == addresses[1]
 
 
 async def test_lock_of_a_dead_trainer_expires(fleet: Fleet) -> None:

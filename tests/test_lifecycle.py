@@ -162,6 +162,7 @@ async def test_worker_waits_for_redis_says_so_and_starts_when_it_comes(start: St
     waiting = await worker.says("waiting")
     assert "Redis" in str(waiting["waiting_for"])
     assert float(str(waiting["seconds"])) < 5
+    assert waiting["level"] == "warning"
     with EmbeddedServer.start(folder):
         await worker.says("body_runs")
         worker.signal(signal.SIGTERM)

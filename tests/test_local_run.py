@@ -27,6 +27,7 @@ async def test_workers_get_their_role_the_settings_and_the_server(tmp_path: Path
         url = run.config.redis.url.get_secret_value()
         assert await run.supervisor(lines.__setitem__).run() == 0
         written = load_config([run.config_file], environ={})
+    assert written.redis.url.get_secret_value() == "embedded", "the server's address ends with it"
     assert list(run.names) == ["generator-1", "generator-2", "scorer-1", "trainer", "exporter"]
     assert url.startswith("unix://")
     assert lines["trainer"].startswith(f"['trainer', '-c', '{run.config_file}'] {url}")

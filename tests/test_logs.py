@@ -55,6 +55,22 @@ def test_console_line_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert line.endswith(r"warning dead_letter reason='not\nmsgpack' seconds=0.1235")
 
 
+def test_what_stands_below_a_field_is_named_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    out = logged(WorkerSettings(log_format="console"))
+    get_logger().info("evaluation", rewards={"event": 0.5, "level": None}, dropped={})
+    assert out.getvalue().endswith("info    evaluation rewards.event=0.5 rewards.level=None\n")
+
+
+def test_a_traceback_stands_below_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    out = logged(WorkerSettings(log_format="console"))
+    get_logger().warning("reward_failed", traceback="Traceback:\n  here\nKeyError: 'x'\n", num_failures=1)
+    first, *below = out.getvalue().splitlines()
+    assert first.endswith("warning reward_failed num_failures=1")
+    assert below == ["Traceback:", "  here", "KeyError: 'x'"]
+
+
 def test_colours_are_for_terminals_and_can_be_forced_or_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FORCE_COLOR", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -19,6 +24,7 @@ from pipeline.weights import HostTensor, WeightKind, WeightState
 from tests.tiny import make_tiny_model, make_tokenizer
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[1]
 LORA = LoraSettings(rank=4)
 
 
@@ -190,3 +196,49 @@ def test_layers_with_a_window_are_refused_unless_the_context_fits_in_it(tmp_path
         check_architecture(model, tokenizer, context=64)
     check_architecture(model, tokenizer, context=16)
     assert 2 in end_token_ids(model, tokenizer)
+
+
+class _KnowsNoModel(BaseHTTPRequestHandler):
+    """A Hub that has nothing."""
+
+    def do_GET(self) -> None:
+        self.send_response(404)
+        self.send_header("X-Error-Code", "RepoNotFound")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing."""
+
+
+def refusal_with_hub_at(address: str, cache: Path) -> str:
+    """All that is printed by a process that loads a model from the Hub there."""
+    code = """
+from pipeline.config import ModelSettings
+from pipeline.errors import ModelError
+from pipeline.models import load_config
+try:
+    load_config(ModelSettings(path="no-such/model"))
+except ModelError as error:
+    print(error)
+"""
+    environ = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    environ |= {"HF_ENDPOINT": address, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0"}
+    call = [sys.executable, "-c", code]
+    ended = subprocess.run(call, capture_output=True, text=True, env=environ, cwd=ROOT, check=True)
+    return ended.stdout + ended.stderr
+
+
+def test_a_model_that_the_hub_does_not_have_is_named_in_one_line(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _KnowsNoModel) as hub:
+        Thread(target=hub.serve_forever, daemon=True).start()
+        (line,) = refusal_with_hub_at(f"http://127.0.0.1:{hub.server_port}", tmp_path).splitlines()
+        hub.shutdown()
+    assert line.startswith("model.path = 'no-such/model': there is no such directory here, and no model of that name")
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path: Path) -> None:
+    (line,) = refusal_with_hub_at("http://127.0.0.1:1", tmp_path).splitlines()
+    assert "no copy in the cache, and the Hugging Face Hub cannot be reached (" in line

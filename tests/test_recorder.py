@@ -43,6 +43,30 @@ def test_steps_that_a_resumed_run_does_again_replace_the_lost_ones(tmp_path: Pat
     assert "eval_reward" not in read_metrics(tmp_path)[1]
 
 
+def test_a_run_that_resumes_has_one_row_for_each_step_and_keeps_what_it_lost_elsewhere(tmp_path: Path) -> None:
+    records = recorder(tmp_path)
+    records.metrics(0, {"eval_reward": 0.0, "eval_weight_version": 0})
+    for step in (1, 2, 3, 4):
+        records.metrics(step, {"reward_mean": 0.1, "weight_version": step})
+    records.metrics(4, {"eval_reward": 0.2, "eval_weight_version": 2})
+    records.metrics(4, {"eval_reward": 0.4, "eval_weight_version": 4})
+    assert recorder(tmp_path).rewind(2) == 3
+    recorder(tmp_path).metrics(3, {"reward_mean": 0.9, "weight_version": 5})
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row.get("reward_mean"), row.get("eval_reward")) for row in rows] == [
+        (0, None, 0.0),
+        (1, 0.1, None),
+        (2, 0.1, None),
+        (2, None, 0.2),
+        (3, 0.9, None),
+    ], "what was measured of weights that go on stays"
+    lost = [json.loads(line) for line in (tmp_path / "metrics_lost.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in lost] == [3, 4, 4]
+    assert recorder(tmp_path).rewind(3) == 0
+    assert recorder(tmp_path).rewind(0) == 5, "a run that begins anew measures its first weights again"
+    assert read_metrics(tmp_path) == []
+
+
 def test_a_line_cut_off_by_a_crash_spoils_neither_itself_nor_the_next(tmp_path: Path) -> None:
     recorder(tmp_path).metrics(1, {"reward_mean": 0.1})
     with (tmp_path / "metrics.jsonl").open("a") as file:

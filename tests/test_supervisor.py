@@ -164,6 +164,49 @@ async def test_a_worker_that_always_fails_ends_the_run_with_code_1() -> None:
     assert watch.codes("a") == [7] * QUICK.max_failures
 
 
+def dies(error: str) -> str:
+    """A worker that counts its lives in a file and ends each with this error, `{}` being the number."""
+    return f"""
+import pathlib, sys
+lives = pathlib.Path(sys.argv[1])
+lives.write_text(lives.read_text() + 'x' if lives.exists() else 'x')
+print({error!r}.format(len(lives.read_text())))
+sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("error: KeyError: 'step'", "KeyError: 'step'"),
+        ("error: ValueError: at 0x7f{0}2 in step {0}", "ValueError: at 0x7f32 in step 3"),
+        ("Traceback (most recent call last):\nImportError: no x", "ImportError: no x"),
+    ],
+)
+async def test_a_crash_that_comes_again_and_again_ends_the_run_and_says_why(
+    error: str, said: str, tmp_path: Path
+) -> None:
+    watch = Watch()
+    assert await supervise(watch, [script("trainer", dies(error), tmp_path / "lives", ends_run=True)]).run() == 1
+    assert watch.codes("trainer") == [1] * QUICK.max_alike
+    assert (watch.exits[-1].error, watch.exits[-1].given_up_after) == (said, QUICK.max_alike)
+
+
+async def test_crashes_that_differ_and_crashes_of_a_run_that_gets_ahead_are_no_reason_to_give_up_early(
+    tmp_path: Path,
+) -> None:
+    watch, moves = Watch(), iter(range(100))
+    different = script("trainer", dies("error: {0:*>{0}}"), tmp_path / "a")
+    ahead = script("trainer", dies("error: the same"), tmp_path / "b")
+    for spec, progress in ((different, lambda _: None), (ahead, lambda _: next(moves))):
+        watch.exits.clear()
+        supervisor = Supervisor(
+            [spec], drain_timeout_s=20, on_line=watch.on_line, on_exit=watch.on_exit, restart=QUICK, progress=progress
+        )
+        assert await supervisor.run() == 1
+        assert watch.codes("trainer") == [1] * QUICK.max_failures
+
+
 async def test_a_worker_that_leaves_by_itself_stays_away() -> None:
     watch = Watch()
     supervisor = supervise(watch, [script("generator-1", "pass"), script("trainer", DRAINS, ends_run=True)])

@@ -64,6 +64,14 @@ def test_a_tracker_gets_every_finite_number_in_order() -> None:
     assert tracker.num_lost == 0
 
 
+def test_names_that_users_chose_stand_below_a_name_of_ours() -> None:
+    inner = Remembers()
+    tracker = BackgroundTracker("test", lambda: inner)
+    tracker.log(1, {"eval_reward": 0.5, "eval_rewards": {"step": 1.0, "eval_reward": 0.25, "bad": float("nan")}})
+    tracker.close()
+    assert inner.records == [(1, {"eval_reward": 0.5, "eval_rewards/step": 1.0, "eval_rewards/eval_reward": 0.25})]
+
+
 def test_a_tracker_that_raises_is_logged_once_and_counted() -> None:
     inner = Remembers(problem=ConnectionError("the service is down"))
     with capture_logs() as logs:

@@ -36,12 +36,10 @@ class GenerationWork:
         self.version_changed = asyncio.Event()
 
     def capacity(self) -> int:
-        """Groups for which there are free slots; one more than fits when nothing runs."""
+        """Groups to take on, until every slot has a sequence: what does not fit of the last one waits in the engine."""
         self._say_progress()
-        free = self._engine.max_num_seqs - self._engine.num_unfinished_seqs
-        if self._engine.num_unfinished_seqs == 0:
-            return max(1, free // self._group_size)
-        return free // self._group_size
+        free = max(0, self._engine.max_num_seqs - self._engine.num_unfinished_seqs)
+        return -(-free // self._group_size)
 
     async def process(self, lease: Lease) -> Entry:
         """The rollout. Raises MessageError, EngineError."""
@@ -129,6 +127,8 @@ class WeightFollower:
         except WeightError as error:
             metrics.weight_failures_total.inc()
             context.log.error("weights_refused", weight_version=version, reason=str(error))
+            if self._engine.weight_version is None:
+                await self._begin_anew()
             return
         metrics.weight_pause_seconds.observe(pause_s)
         metrics.weight_apply_seconds.observe(time.monotonic() - started)
@@ -139,6 +139,13 @@ class WeightFollower:
         context.set_ready(True)
         self._work.version_changed.set()
         context.log.debug("weights_applied", weight_version=version, pause_s=round(pause_s, 4))
+
+    async def _begin_anew(self) -> None:
+        """An update broke off and nobody knows what the engine holds: whatever is newest heals it, also the same."""
+        self._newest_seen = None
+        self._context.set_ready(False)
+        self._context.set_status(weight_version=None)
+        await self._context.wait_for_any(timeout_s=self._context.config.weights.poll_s)
 
     def _count_transfer(self) -> None:
         stats, before = self._subscriber.stats, self._counted

@@ -66,6 +66,7 @@ class Trainer:
     async def run(self) -> None:
         """Train to the last step or the end of the data; then stop the run."""
         self._state = await self._recovery.restore(self._learner)
+        await asyncio.to_thread(self._progress.goes_on_from, self._state.step)
         self._data.source.cursor = self._state.cursor
         self._feeder.feed_again(await self._recovery.lost_groups())
         try:

@@ -28,11 +28,9 @@ class Console:
         self._width = max(map(len, [_SELF, *names]))
         self._colours = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(names)}
         self._is_coloured = self._out.isatty() and not os.environ.get("NO_COLOR")
-        self._complaints: dict[str, str] = {}
+        self._to_mend: dict[str, list[str]] = {}
 
     def on_line(self, name: str, line: str) -> None:
-        if line.startswith("error: "):
-            self._complaints[name] = line
         label = f"{name:<{self._width}} |"
         if self._is_coloured:
             label = click.style(label, fg=self._colours.get(name, "white"), bold=name == _SELF)
@@ -43,11 +41,20 @@ class Console:
                 os.dup2(nowhere.fileno(), self._out.fileno())
 
     def on_exit(self, ended: WorkerExit) -> None:
+        self._note(ended)
         if ended.code == 0:
             self.say(f"{ended.name} is done")
             return
         then = "" if ended.restart_in_s is None else f", starts again in {ended.restart_in_s:g} s"
         self.say(f"{ended.name} {_how(ended.code)} after {ended.seconds:.1f} s{then}")
+
+    def _note(self, ended: WorkerExit) -> None:
+        """What is to be said once more at the end."""
+        if ended.given_up_after:
+            why = ended.error or f"it {_how(ended.code)}"
+            self._to_mend[f"{ended.name} crashed {ended.given_up_after} times: {why}"] = []
+        if ended.code == USAGE and ended.error:
+            self._to_mend.setdefault(ended.error, []).append(ended.name)
 
     def on_drain(self) -> None:
         self.say("draining; Ctrl-C ends everything at once")
@@ -57,10 +64,10 @@ class Console:
         self.on_line(_SELF, text)
 
     def conclude(self, code: int) -> int:
-        """Repeat on stderr what a person must mend, once all other output has ended."""
-        if code == USAGE:
-            for name, complaint in self._complaints.items():
-                click.echo(f"{complaint} ({name})", err=True)
+        """Say on stderr what a person must mend, once all other output has ended."""
+        if code:
+            for complaint, names in self._to_mend.items():
+                click.echo(f"error: {complaint}" + (f" ({', '.join(names)})" if names else ""), err=True)
         return code
 
 

@@ -23,8 +23,9 @@ def _worker(role: str, summary: str) -> click.Command:
     @takes_config
     def command(sources: Sources) -> int:
         from pipeline.server_address import with_server
+        from pipeline.shutdown import ignore_signals
 
-        # Before the worker listens to signals, and after it has ceased to, a signal finds nothing to drain.
+        # Before the worker listens to signals, a signal finds nothing to drain.
         signal.signal(signal.SIGTERM, _leave)
         config = with_server(sources.load(), sources.words)
         main: Callable[..., int] = import_module(f"workers.{role}").main
@@ -33,8 +34,7 @@ def _worker(role: str, summary: str) -> click.Command:
         finally:
             # It has handed everything back. A signal now, which Python no longer handles, would only
             # replace the exit code that says how it ended.
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                signal.signal(number, signal.SIG_IGN)
+            ignore_signals()
 
     return command
 
@@ -63,16 +63,22 @@ def up(sources: Sources, num_generators: int, num_scorers: int, has_exporter: bo
     Ctrl-C ends everything at once.
     """
     import asyncio
+    import time
 
     from pipeline.cli.console import Console
     from pipeline.local_run import Crew, LocalRun
+    from pipeline.run_summary import summary_lines
 
+    started = time.monotonic()
     crew = Crew(num_generators=num_generators, num_scorers=num_scorers, has_exporter=has_exporter)
     with LocalRun(sources.load(), crew) as run:
         console = Console(run.names)
         console.say(f"run {run.config.run.name!r} in {run.config.run_dir}")
         supervisor = run.supervisor(console.on_line, console.on_exit, console.on_drain)
         code = asyncio.run(run.run(supervisor, console.say))
+        if code == 0:
+            for line in summary_lines(run.config, asyncio.run(run.ledger()), seconds=time.monotonic() - started):
+                console.say(line)
         return console.conclude(code)
 
 

@@ -25,7 +25,8 @@ from pipeline.fleet import Fleet
 from pipeline.keys import Keys
 from pipeline.local_run import Crew, LocalRun
 from pipeline.recorder import plot_curve
-from pipeline.streams import Ledger, Streams, connect
+from pipeline.run_summary import ledger_line
+from pipeline.streams import Ledger, connect
 
 _POLL_S = 0.5
 _DEFAULT_GENERATORS = {"transformers": 2, "vllm": 1}  # vLLM is three processes already
@@ -75,7 +76,7 @@ def run_demo(
         return 0
     summary = summarise(config, observed.statuses, observed.ledger, rl_wall_s=rl_wall_s)
     summary["wall_s"] = round(time.monotonic() - started, 1)
-    _show(config, summary)
+    _show(config, summary, observed.ledger)
     if is_json:
         click.echo(json.dumps(summary))
     return 0
@@ -92,7 +93,8 @@ async def _run(config: Config, crew: Crew) -> tuple[int, Observed]:
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
-        observed.ledger = await _read_ledger(run.config)
+        observed.ledger = await run.ledger()
+        console.conclude(code)
     return code, observed
 
 
@@ -109,15 +111,7 @@ async def _watch(config: Config, observed: Observed) -> None:
         await redis.aclose()
 
 
-async def _read_ledger(config: Config) -> Ledger:
-    redis = connect(config.redis)
-    try:
-        return await Streams(redis, Keys(config.run.name), config.queues, consumer="demo").ledger()
-    finally:
-        await redis.aclose()
-
-
-def _show(config: Config, summary: dict[str, Any]) -> None:
+def _show(config: Config, summary: dict[str, Any], ledger: Ledger | None) -> None:
     click.echo()
     for before, after in samples_before_and_after(config.run_dir):
         click.echo(f"  {before['prompt']:<10} before: {before['text']:<10} after: {after['text']:<10}")
@@ -127,11 +121,8 @@ def _show(config: Config, summary: dict[str, Any]) -> None:
         f"staleness {summary['staleness_mean']:.2f} on average, {summary['staleness_max']:.0f} at most"
     )
     click.echo(f"{summary['mixed_completions']} completions went on in mid-sentence while the weights changed")
-    ledger = summary["ledger"]
-    click.echo(
-        f"ledger: {ledger['fed']} groups fed = {ledger['trained']} trained + {sum(ledger['dropped'].values())} dropped "
-        f"+ {ledger['dead']} dead + {ledger['live']} live"
-    )
+    if ledger is not None:
+        click.echo(ledger_line(ledger))
     curve = plot_curve(config.run_dir, config.run_dir / "curve.png")
     if curve is not None:
         click.echo(f"learning curve: {curve}")

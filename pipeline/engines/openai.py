@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Config
@@ -29,13 +28,13 @@ from pipeline.logs import get_logger
 from pipeline.messages import Completion, PromptGroup
 from pipeline.model_weights import stage_weights
 from pipeline.models import context_length, load_skeleton, load_tokenizer
-from pipeline.weights import WeightState
+from pipeline.weights import Endpoints, WeightState
 
 if TYPE_CHECKING:
     import torch
 
     from pipeline.engines.openai_server import RemoteServer
-    from pipeline.weights.subscriber import Resolve
+    from pipeline.weights.address_watch import Resolve
 
 _MAX_ATTEMPTS = 8
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 10.0
@@ -251,11 +250,14 @@ class OpenAiEngine:
 
     async def _fetched_by(self, server: RemoteServer, weight_version: int) -> int:
         """The version, this or a newer one, that the workers of a server elsewhere have fetched."""
+        settings = self._config.weights.model_dump(mode="json", include=_FETCH_SETTINGS)
+        return await server.fetch(weight_version - 1, self._publisher, settings)
+
+    async def _publisher(self) -> Endpoints:
         endpoints = await self._resolve() if self._resolve is not None else None
         if endpoints is None:
             raise WeightError("it shares no memory with this process, and no trainer says where it publishes")
-        settings = self._config.weights.model_dump(mode="json", include=_FETCH_SETTINGS)
-        return await server.fetch(weight_version - 1, asdict(endpoints), settings)
+        return endpoints
 
     # Servers
 

@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import aiohttp
@@ -24,6 +25,7 @@ from pipeline.engines.vllm_outputs import Segment
 from pipeline.engines.vllm_worker import STATUS
 from pipeline.errors import ConfigError, RollstreamError
 from pipeline.logs import get_logger
+from pipeline.weights import Endpoints
 
 _ANSWER_TIMEOUT_S = 10.0  # to questions that take no time
 _MAX_FAILURES = 3  # answers that may pass, one after the other, until a server is taken out
@@ -222,23 +224,25 @@ class RemoteServer:
 
     # Weights
 
-    async def fetch(self, newer_than: int, publisher: Mapping[str, str], settings: Mapping[str, Any]) -> int:
+    async def fetch(
+        self, newer_than: int, where: Callable[[], Awaitable[Endpoints]], settings: Mapping[str, Any]
+    ) -> int:
         """Let its workers fetch a version above `newer_than`; returns which it is. Generation goes on.
 
-        Raises PassingError. It takes as long as it takes; put a limit around it.
+        where: the trainer publishes, which may change meanwhile. Raises PassingError, and what `where` raises.
+        It takes as long as it takes; put a limit around it.
         """
         started = time.monotonic()
         while True:
-            info = {"publisher": publisher, "settings": settings, "newer_than": newer_than}
+            info = {"publisher": asdict(await where()), "settings": settings, "newer_than": newer_than}
             await self._http.post("/init_weight_transfer_engine", {"init_info": info})
-            while None in (versions := await self._fetched()):  # noqa: ASYNC110  the server cannot tell by itself
-                # Each question halts the workers for an instant, so a long transfer is asked about less often.
-                await asyncio.sleep(0.05 + 0.1 * (time.monotonic() - started))
-            newest = max(version for version in versions if version is not None)
+            versions = await self._fetched()
+            newest = max((version for version in versions if version is not None), default=newer_than)
             if set(versions) == {newest} and newest > newer_than:
                 return newest
-            newer_than = max(newer_than, newest - 1)  # they got different ones, so the older are fetched anew
-            await asyncio.sleep(0.05)
+            newer_than = max(newer_than, newest - 1)  # where they got different ones, the older are fetched anew
+            # Each question halts the workers for an instant, so a long transfer is asked about less often.
+            await asyncio.sleep(0.05 + 0.1 * (time.monotonic() - started))
 
     async def _fetched(self) -> list[int | None]:
         results = (await self._http.post("/collective_rpc", {"method": STATUS}))["results"]

@@ -8,7 +8,7 @@ from pipeline.config import Config
 from pipeline.engines import GenerationEngine
 
 if TYPE_CHECKING:
-    from pipeline.weights.subscriber import Resolve
+    from pipeline.weights.address_watch import Resolve
 
 
 def create_engine(config: Config, *, resolve: Resolve | None = None) -> GenerationEngine:

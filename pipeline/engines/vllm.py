@@ -22,7 +22,7 @@ from pipeline.config import Config
 from pipeline.engines.architecture import end_token_ids
 from pipeline.engines.shared_weights import SharedWeights
 from pipeline.engines.vllm_adapters import Adapter, AdapterShelf
-from pipeline.engines.vllm_options import engine_arguments, installed_version, prepare_environment
+from pipeline.engines.vllm_options import engine_arguments, installed_version, prepare_environment, require_installed
 from pipeline.engines.vllm_outputs import Draft, Segment, TokenCounter
 from pipeline.engines.vllm_requests import completion_text, sampling_values, token_limit
 from pipeline.errors import ConfigError, EngineError, EngineLostError, ModelError, WeightError
@@ -55,11 +55,7 @@ class VllmEngine:
     """A `GenerationEngine` around vLLM's AsyncLLM."""
 
     def __init__(self, config: Config) -> None:
-        if installed_version() is None:
-            raise ConfigError(
-                'generation.engine = "vllm", but vLLM is not installed: run `make setup-vllm` for a CPU, or '
-                "`pip install 'rollstream[vllm]'` on a machine with a GPU"
-            )
+        require_installed()
         self._config = config
         self._llm: Any = None
         self._skeleton: torch.nn.Module | None = None
@@ -219,18 +215,24 @@ class VllmEngine:
 
     async def _replace_all(self, state: WeightState) -> float:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         shared = await asyncio.to_thread(self._shared.write, state)
-        started = time.perf_counter()
-        await self._llm.pause_generation(mode="keep", clear_cache=self._config.generation.kv_on_update == "recompute")
+        is_recomputed = self._config.generation.kv_on_update == "recompute"
         try:
+            # As `pause_generation` does, without its moment of waiting for outputs to be read. It
+            # returns when the step under way is done: from here on generation stands still.
+            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=is_recomputed)
+            started = time.perf_counter()
             await self._llm.start_weight_update()
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"shared": shared}))
             await self._llm.finish_weight_update(weight_version=str(state.weight_version))
+            await self._llm.resume_generation()
+        except EngineDeadError as error:
+            raise EngineLostError(f"vLLM has ended: {error}") from error
         except Exception as error:
             await self._quarantine(state.weight_version, error)
             raise WeightError(f"vLLM could not apply weights {state.weight_version}: {error}") from error
-        await self._llm.resume_generation()
         self._version = state.weight_version
         return time.perf_counter() - started
 

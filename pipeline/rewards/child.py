@@ -14,14 +14,14 @@ import os
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from pipeline.errors import RewardLoadError
 from pipeline.rewards import frames
-from pipeline.rewards.functions import RewardFunction, load_function, place_of
+from pipeline.rewards.columns import MissingColumnError
+from pipeline.rewards.functions import RewardFunction, load_function, missing_argument, place_of, traceback_of
 
 _FLOAT32_MAX = 3.4e38
 _MAX_DETAIL_CHARS = 4000
@@ -83,15 +83,17 @@ def _load(sock: socket.socket, home: int) -> list[RewardFunction] | None:
 def _answer(function: RewardFunction, frame: frames.Frame, runner: asyncio.Runner) -> frames.Frame:
     try:
         arguments = _arguments(frame)
+        if (missing := missing_argument(function, arguments)) is not None:
+            raise MissingColumnError(missing, arguments.keys() - _RESERVED)
         # What the settings say goes before a column of the same name.
         returned = function(**{name: value for name, value in arguments.items() if name not in function.keywords})
         if inspect.isawaitable(returned):
             returned = runner.run(_awaited(returned))
         return {"values": _values(returned, len(frame["texts"]))}
-    except BadReturnError as error:
-        return {"error": str(error), "detail": "", "is_shape": True}
+    except (BadReturnError, MissingColumnError) as error:
+        return {"error": str(error), "detail": "", "is_useless": True}
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever user code raises is an answer
-        detail = traceback.format_exc()[-_MAX_DETAIL_CHARS:]
+        detail = traceback_of(error)[-_MAX_DETAIL_CHARS:]
         return {"error": f"{type(error).__name__}: {error}{place_of(error)}", "detail": detail}
 
 

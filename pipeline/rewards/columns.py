@@ -5,7 +5,7 @@ In: TRL's arguments. Out: plain texts and values, or an error that names the mis
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 Completions: TypeAlias = Sequence[str | list[dict[str, str]]]
@@ -19,11 +19,18 @@ def texts_of(completions: Completions) -> list[str]:
     ]
 
 
+class MissingColumnError(ValueError):
+    """The data set has no column that a reward needs."""
+
+    def __init__(self, name: str, columns: Iterable[str]) -> None:
+        there = ", ".join(sorted(columns)) or "none besides the prompt"
+        super().__init__(f"needs the data column {name!r}; the data set has: {there}")
+
+
 def column(columns: Mapping[str, Sequence[Any]], name: str, num_completions: int) -> Sequence[Any]:
-    """One value for each completion. Raises ValueError where the data set has no such column."""
+    """One value for each completion. Raises MissingColumnError."""
     if num_completions == 0:
         return []
     if name not in columns:
-        there = ", ".join(sorted(columns)) or "none besides the prompt"
-        raise ValueError(f"needs the data column {name!r}; the data set has: {there}")
+        raise MissingColumnError(name, columns)
     return columns[name]

@@ -8,6 +8,8 @@ because every child process pays for it.
     scorer -> child   {number, reward: index, prompt, texts, token_ids, columns}
     child  -> scorer  {number, values: [number, None or {error: text}]} or {number, error: text, detail: traceback}
 
+    `is_useless` beside an error: no other group would fare better.
+
 The number counts what the scorer has asked; an answer carries that of its question.
 """
 

@@ -14,7 +14,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias, cast
@@ -32,7 +32,7 @@ SHIPPED = {
     "json_schema": "pipeline.rewards.structured:json_schema",
 }
 _SIGNATURE = "def reward(prompts, completions, **columns) -> list[float | None]"
-_MACHINERY = {__file__, str(Path(__file__).with_name("child.py"))}
+MACHINERY = frozenset({__file__, str(Path(__file__).with_name("child.py"))})
 _STDLIB = str(Path(traceback.__file__).parent)
 _PASSED_ALWAYS = ("prompts", "completions", "completion_ids")
 
@@ -127,12 +127,35 @@ def place_of(error: BaseException) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if "importlib" not in frame.filename and frame.filename not in _MACHINERY
+        if "importlib" not in frame.filename and frame.filename not in MACHINERY
     ]
     frames = [frame for frame in frames if not _is_library(frame.filename)] or frames
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+
+
+def traceback_of(error: BaseException) -> str:
+    """The traceback from the user's code on; the calls that led there are ours."""
+    start = trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename in MACHINERY and trace.tb_next is not None:
+            start = trace.tb_next
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, start))
+
+
+def missing_argument(function: RewardFunction, given: Collection[str]) -> str | None:
+    """The first parameter without a default that is not among `given`."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return next(
+        (
+            name
+            for name, parameter in inspect.signature(function).parameters.items()
+            if parameter.kind in kinds and parameter.default is parameter.empty and name not in given
+        ),
+        None,
+    )
 
 
 def _is_library(filename: str) -> bool:

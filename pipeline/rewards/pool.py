@@ -28,6 +28,7 @@ from pipeline.rewards.process import ProcessDiedError, RewardProcess
 _START_DELAYS_S = (0.0, 1.0, 5.0)
 # A function that returned nothing usable in its first calls is no reward function at all.
 _MOST_USELESS_CALLS = 3
+_MAX_PROBLEM_CHARS = 400  # of what travels with the scores
 _log = structlog.get_logger()
 
 
@@ -36,6 +37,7 @@ class RewardStats:
     """What one function did so far.
 
     calls: answered or not. seconds: spent in calls. errors, timeouts: calls that failed as a whole.
+    useless: calls that returned nothing usable. telling: calls that could have shown that it is useless.
     outcomes: per completion. num_zeros: completions that got exactly 0, which are all OK.
     """
 
@@ -44,6 +46,7 @@ class RewardStats:
     errors: int = 0
     timeouts: int = 0
     useless: int = 0
+    telling: int = 0
     num_zeros: int = 0
     outcomes: Counter[Outcome] = field(default_factory=Counter)
 
@@ -128,34 +131,33 @@ class RewardPool:
         finally:
             self._give_back(process, is_usable=has_answered)
             self.stats[reward.name].calls += 1
+            self._failures.count_call(reward.name)
             self.stats[reward.name].seconds += time.monotonic() - started
         return self._results(reward, reply, num_completions)
 
     def _results(self, reward: Reward, reply: frames.Frame, num_completions: int) -> list[RewardResult]:
-        self._refuse_useless(reward, reply)
+        self._refuse_useless(reward, reply, num_completions)
         if "error" in reply:
             return self._failed(reward, Outcome.ERROR, num_completions, reply["error"], reply["detail"])
-        results = [self._result(reward, value) for value in reply["values"]]
+        results = [_result(reward, value) for value in reply["values"]]
+        if problem := next((result.problem for result in results if result.problem), ""):
+            self._failures.add(reward.name, Outcome.ERROR, problem)
         self._count(reward, results)
         return results
 
-    def _refuse_useless(self, reward: Reward, reply: frames.Frame) -> None:
-        """A return of the wrong shape, or of no number at all, is a mistake that someone must mend."""
+    def _refuse_useless(self, reward: Reward, reply: frames.Frame, num_completions: int) -> None:
+        """A return of the wrong shape or of no number at all, or a column that is not there: someone must mend it.
+
+        A list of one value is right for one completion, as evaluation has them, and shows nothing.
+        """
         wrong = [value["error"] for value in reply.get("values", ()) if isinstance(value, dict)]
-        is_useless = "is_shape" in reply or 0 < len(wrong) == len(reply.get("values", ()))
+        is_useless = "is_useless" in reply or 0 < len(wrong) == len(reply.get("values", ()))
         stats = self.stats[reward.name]
         stats.useless += is_useless
-        if is_useless and stats.useless == stats.calls >= _MOST_USELESS_CALLS:
+        stats.telling += is_useless or num_completions > 1
+        if is_useless and stats.useless == stats.telling >= _MOST_USELESS_CALLS:
             problem = reply["error"] if "error" in reply else wrong[0]
             raise RewardLoadError(f"scoring.rewards: {reward.name} {problem}")
-
-    def _result(self, reward: Reward, value: Any) -> RewardResult:
-        if value is None:
-            return RewardResult(name=reward.name, value=None, outcome=Outcome.NONE)
-        if isinstance(value, dict):
-            self._failures.add(reward.name, Outcome.ERROR, value["error"])
-            return RewardResult(name=reward.name, value=None, outcome=Outcome.ERROR)
-        return RewardResult(name=reward.name, value=value, outcome=Outcome.OK)
 
     def _failed(
         self, reward: Reward, outcome: Outcome, num_completions: int, problem: str, detail: str = ""
@@ -166,7 +168,8 @@ class RewardPool:
         else:
             self.stats[reward.name].errors += 1
         self._failures.add(reward.name, outcome, problem, detail)
-        results = [RewardResult(name=reward.name, value=None, outcome=outcome)] * num_completions
+        result = RewardResult(name=reward.name, value=None, outcome=outcome, problem=problem[:_MAX_PROBLEM_CHARS])
+        results = [result] * num_completions
         self._count(reward, results)
         return results
 
@@ -220,6 +223,15 @@ class RewardPool:
     def _remove(self, process: RewardProcess) -> None:
         process.kill()
         self._processes.discard(process)
+
+
+def _result(reward: Reward, value: Any) -> RewardResult:
+    if value is None:
+        return RewardResult(name=reward.name, value=None, outcome=Outcome.NONE)
+    if isinstance(value, dict):
+        problem = value["error"][:_MAX_PROBLEM_CHARS]
+        return RewardResult(name=reward.name, value=None, outcome=Outcome.ERROR, problem=problem)
+    return RewardResult(name=reward.name, value=value, outcome=Outcome.OK)
 
 
 def _closed() -> RollstreamError:

@@ -5,7 +5,7 @@ ever higher versions. It never returns a state of which one byte is unproved, an
 
     resolve --> connect --> ask for a newer manifest --> order tiles, `credits` at a time --> state
        ^                      |  none: wait for an announcement or `poll_s`, ask again
-       +------ silence -------+------------------------------+   (what has come is kept)
+       +-- silence, or moved -+------------------------------+   (what has come is kept)
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import TracebackType
@@ -25,15 +24,14 @@ import zmq.asyncio
 from pipeline.config import WeightSettings
 from pipeline.errors import WeightError
 from pipeline.logs import get_logger
+from pipeline.weights.address_watch import LOOK_EVERY_S, MovedError, Resolve, unless_moved
 from pipeline.weights.link import Answer, Link
 from pipeline.weights.manifest import decode_manifest
 from pipeline.weights.memory import BufferPool
 from pipeline.weights.protocol import NOTHING, Kind
 from pipeline.weights.security import check_public_key
-from pipeline.weights.state import Endpoints, WeightState
+from pipeline.weights.state import WeightState
 from pipeline.weights.transfer import Transfer
-
-Resolve = Callable[[], Awaitable[Endpoints | None]]
 
 _SILENT_POLLS = 3  # intervals without an answer after which the publisher may have moved
 _MAX_PATIENCE = 8  # so many times longer a slow line is waited for, if it has not moved
@@ -57,8 +55,9 @@ class SubscriberStats:
     phase: what it waits for now. num_bytes: verified. receive_s: from manifest to last tile,
     verify_s of it hashing and copying. num_skipped: versions that were overtaken.
     num_missed_announcements: versions learnt by polling. num_silences: connections given up.
-    num_resumed_tiles: kept over such a silence. num_lost_tiles: ordered and not answered.
-    num_refused: manifests or objects that failed verification. num_ignored: malformed messages.
+    num_moves: publishers that were found elsewhere. num_resumed_tiles: kept over both.
+    num_lost_tiles: ordered and not answered. num_refused: manifests or objects that failed
+    verification. num_ignored: malformed messages.
     """
 
     phase: Phase = Phase.ADDRESS
@@ -72,6 +71,7 @@ class SubscriberStats:
     num_resumed_tiles: int = 0
     num_missed_announcements: int = 0
     num_silences: int = 0
+    num_moves: int = 0
     num_refused: int = 0
     num_ignored: int = 0
 
@@ -83,8 +83,9 @@ class _SilenceError(Exception):
 class WeightSubscriber:
     """One reader of weights, in one event loop. `next` is not to be called twice at a time.
 
-    resolve: where the publisher is now; None while there is none. Asked at the start and whenever
-    the publisher is silent; what it raises passes through `next`.
+    resolve: where the publisher is now; None while there is none. Asked all the time, so that a new
+    publisher is found at once. What it raises passes through `next` where nothing goes on without it:
+    at the start, and when the publisher is silent.
     """
 
     def __init__(self, settings: WeightSettings, *, resolve: Resolve) -> None:
@@ -110,9 +111,14 @@ class WeightSubscriber:
         floor = NOTHING if newer_than is None else newer_than
         while True:
             try:
-                transfer = await self._received(await self._connected(), floor)
+                link = await self._connected()
+                transfer = await unless_moved(self._received(link, floor), link.endpoints, self._resolve)
             except _SilenceError:
                 self._give_up()
+            except MovedError:
+                log.debug("weight_publisher_moved", waiting_for=str(self._stats.phase))
+                self._stats.num_moves += 1
+                self._leave()
             except WeightError as error:
                 self._transfer = None
                 self._stats.num_refused += 1
@@ -149,7 +155,7 @@ class WeightSubscriber:
             self._stats.phase = Phase.ADDRESS
             endpoints = await self._resolve()
             if endpoints is None:
-                await asyncio.sleep(self._settings.poll_s)
+                await asyncio.sleep(min(self._settings.poll_s, LOOK_EVERY_S))
                 continue
             self._link = Link(self._context, endpoints, self._settings, receiver=self._receiver, numbers=self._numbers)
         return self._link
@@ -168,8 +174,12 @@ class WeightSubscriber:
         """Connect anew, perhaps elsewhere; wait longer then, since the line may just be slow."""
         log.warning("weight_publisher_silent", waiting_for=str(self._stats.phase))
         self._stats.num_silences += 1
-        self._stats.num_resumed_tiles += self._transfer.num_verified if self._transfer else 0
         self._patience = min(2 * self._patience, _MAX_PATIENCE)
+        self._leave()
+
+    def _leave(self) -> None:
+        """End the connection and keep what has come over it."""
+        self._stats.num_resumed_tiles += self._transfer.num_verified if self._transfer else 0
         self._disconnect()
 
     def _disconnect(self) -> None:

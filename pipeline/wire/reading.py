@@ -262,11 +262,12 @@ def _read_score(fields: _Fields) -> Score:
     )
 
 
-def _read_part(name: object, value: object, outcome: object) -> RewardResult:
+def _read_part(name: object, value: object, outcome: object, problem: object = "") -> RewardResult:
     return RewardResult(
         name=_typed(name, str, "reward name"),
         value=None if value is None else _number(value, "reward value"),
         outcome=Outcome(cast(str, outcome)),
+        problem=_typed(problem, str, "reward problem"),
     )
 
 

@@ -11,7 +11,16 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.messages import SCHEMA_VERSION, Completion, Message, PromptGroup, RolloutGroup, Score, ScoredGroup
+from pipeline.messages import (
+    SCHEMA_VERSION,
+    Completion,
+    Message,
+    PromptGroup,
+    RewardResult,
+    RolloutGroup,
+    Score,
+    ScoredGroup,
+)
 
 KINDS: dict[type[Message], str] = {PromptGroup: "prompt", RolloutGroup: "rollout", ScoredGroup: "scored"}
 U32, F32, U8 = np.dtype("<u4"), np.dtype("<f4"), np.dtype("u1")
@@ -85,10 +94,15 @@ def _completion_body(completion: Completion) -> dict[str, Any]:
 def _score_body(score: Score) -> dict[str, Any]:
     return {
         "reward": score.reward,
-        "parts": [[part.name, part.value, part.outcome.value] for part in score.parts],
+        "parts": [_part_body(part) for part in score.parts],
         "token_rewards": _optional_bytes_of(score.token_rewards),
         "teacher_logprobs": _optional_bytes_of(score.teacher_logprobs),
     }
+
+
+def _part_body(part: RewardResult) -> list[object]:
+    """Three fields; a problem, which is rare, is the fourth."""
+    return [part.name, part.value, part.outcome.value, *([part.problem] if part.problem else [])]
 
 
 def _bytes_of(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> bytes:

@@ -206,12 +206,12 @@ class Run:
         return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
 
     @property
-    def metrics(self) -> list[dict[str, float]]:
+    def metrics(self) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl."""
-        return self._records("metrics.jsonl")
+        return self.records("metrics.jsonl")
 
     @property
-    def steps(self) -> list[dict[str, float]]:
+    def steps(self) -> list[dict[str, Any]]:
         """Those of optimiser steps."""
         return [row for row in self.metrics if "groups" in row]
 
@@ -223,14 +223,15 @@ class Run:
     @property
     def samples(self) -> list[dict[str, Any]]:
         """Every group that was trained, in the order of training."""
-        return [sample for sample in self._records("samples.jsonl") if not sample["is_evaluation"]]
+        return [sample for sample in self.records("samples.jsonl") if not sample["is_evaluation"]]
 
     @property
     def times_trained(self) -> Counter[str]:
         """Group id -> how often it was in a step."""
         return Counter(sample["group_id"] for sample in self.samples)
 
-    def _records(self, name: str) -> list[dict[str, Any]]:
+    def records(self, name: str) -> list[dict[str, Any]]:
+        """Whole lines of one of the run's files, parsed."""
         path = self.config.run_dir / name
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("}\n")]

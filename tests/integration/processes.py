@@ -102,6 +102,7 @@ def _be(words: list[str], log: Path) -> None:
         os.dup2(output, descriptor)
     os.close(output)
     os.chdir(ROOT)
+    multiprocessing.current_process().daemon = False  # a worker may have processes of its own
     os.environ["ROLLSTREAM_PARENT_PID"] = str(os.getppid())
     from pipeline.cli import run
 

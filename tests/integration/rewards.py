@@ -44,3 +44,27 @@ def same_for_half(prompts: Sequence[str], completions: Sequence[str], **columns:
 def one_number(prompts: Sequence[str], completions: Sequence[str], **columns: object) -> float:
     """Not what a reward function returns."""
     return 1.0
+
+
+def one_value(prompts: Sequence[str], completions: Sequence[str], **columns: object) -> list[float]:
+    """One value, however many completions there are."""
+    return [1.0]
+
+
+def needs_answers(
+    prompts: Sequence[str], completions: Sequence[str], answer: list[str], **columns: object
+) -> list[float]:
+    """Nothing without a column that may not be there."""
+    return [float(text == right) for text, right in zip(completions, answer, strict=True)]
+
+
+def always_raises(prompts: Sequence[str], completions: Sequence[str], **columns: object) -> list[float]:
+    """A mistake in the function."""
+    raise KeyError("solution")
+
+
+def raises_at_times(prompts: Sequence[str], completions: Sequence[str], **columns: object) -> list[float]:
+    """A mistake that every second prompt shows."""
+    if sum(map(ord, prompts[0])) % 2 == 0:
+        raise KeyError("solution")
+    return [float(index) for index, _ in enumerate(completions)]

@@ -110,12 +110,27 @@ async def test_a_model_directory_without_weights_is_named(tmp_path: Path, valkey
         assert "weights" in line
 
 
-async def test_a_reward_of_the_wrong_shape_ends_its_scorer(tmp_path: Path, valkey_url: str, run_name: str) -> None:
-    reward = "scoring.rewards=[{function='tests.integration.rewards:one_number'}]"
-    async with running(tmp_path, valkey_url, run_name, *SCRIPTED, reward) as run:
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("one_number", "one_number returned float; expected a list of 4 numbers"),
+        ("one_value", "one_value returned 1 values for 4 completions"),
+        ("needs_answers", "needs_answers needs the data column 'answer'; the data set has: level"),
+    ],
+)
+async def test_a_reward_that_no_group_can_satisfy_ends_its_scorer(
+    function: str, said: str, tmp_path: Path, valkey_url: str, run_name: str
+) -> None:
+    """Also where evaluation comes first, whose groups of one completion make a list of one value look right."""
+    settings = (
+        f"scoring.rewards=[{{function='tests.integration.rewards:{function}'}}]",
+        data_file(tmp_path, '{"prompt": "first", "level": 1}\n'),
+        data_file(tmp_path, '{"prompt": "first", "level": 1}\n').replace("data.path", "data.eval_path"),
+    )
+    async with running(tmp_path, valkey_url, run_name, *SCRIPTED, *settings) as run:
         run.start("generator")
         scorer = run.start("scorer", may_fail=True)
         run.start("trainer")
         assert await run.until_exit(scorer) == [2]
-        assert "scoring.rewards: one_number returned float; expected a list of 4 numbers" in complaint(scorer.output)
+        assert f"scoring.rewards: {said}" in complaint(scorer.output)
         assert (await run.ledger()).trained == 0

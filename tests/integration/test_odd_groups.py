@@ -186,6 +186,50 @@ async def test_a_run_of_which_every_group_is_filtered_ends_with_the_reason(
         assert ledger.num_dropped >= 3 * 4
 
 
+async def test_a_run_whose_rewards_all_fail_ends_with_the_error_of_the_reward(
+    tmp_path: Path, valkey_url: str, run_name: str
+) -> None:
+    reward = "scoring.rewards=[{function='tests.integration.rewards:always_raises'}]"
+    async with running(tmp_path, valkey_url, run_name, *SCRIPTED, reward, "algorithm.max_refill=3") as run:
+        run.start("generator")
+        run.start("scorer")
+        trainer = run.start("trainer", may_fail=True)
+        assert await run.until_exit(trainer) == [2]
+        (line,) = [line for line in trainer.output.splitlines() if line.startswith("error: ")]
+        assert "The last reward error: always_raises: KeyError: 'solution' (" in line
+        assert "unscored: " in line
+        assert "too easy" not in line
+        assert "dead-letters" not in line
+
+
+async def test_a_reward_that_fails_for_some_prompts_shows_in_every_line_that_it_touches(
+    tmp_path: Path, valkey_url: str, run_name: str
+) -> None:
+    held_out = tmp_path / "held-out.jsonl"
+    held_out.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a", "b", "c")))
+    settings = (
+        "scoring.rewards=[{function='tests.integration.rewards:raises_at_times'}]",
+        f"data.eval_path={json.dumps(str(held_out))}",
+        "evaluation.group_size=4",
+        "trainer.max_steps=5",
+    )
+    async with running(tmp_path, valkey_url, run_name, *SCRIPTED, *settings) as run:
+        trainer = run.start_all()
+        _, scorer, _ = run.workers
+        await run.until_over()
+        steps = trainer.events_named("step")
+        dropped = [step["dropped"] for step in steps]
+        assert sum(counts.get("unscored", 0) for counts in dropped) > 0
+        assert all(step["unscored"] == 0 for step in steps), "of what was trained, all had rewards"
+        assert all(event["scored"] == "8/12" for event in trainer.events_named("evaluation"))
+        failures = scorer.events_named("reward_failed")
+        assert "KeyError: 'solution'" in failures[0]["problem"]
+        assert 1 <= failures[0]["num_failures"] <= failures[0]["num_calls"]
+        samples = [sample for sample in run.records("samples.jsonl") if sample["is_evaluation"]]
+        completions = [item for sample in samples for item in sample["completions"]]
+        assert len([item for item in completions if "KeyError" in str(item.get("problems"))]) == 2 * 4
+
+
 async def test_a_reward_that_hangs_for_some_prompts_holds_up_no_others(
     tmp_path: Path, valkey_url: str, run_name: str
 ) -> None:

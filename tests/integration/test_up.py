@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -118,6 +120,7 @@ async def test_two_ups_do_not_fight_and_a_signal_leaves_no_process_and_no_lease(
     first.process.send_signal(signal.SIGTERM)
     assert first.process.wait(DEADLINE_S) == 0, first.log.read_text()
     assert "drained before the run was over, at weight version " in first.log.read_text()
+    assert "draining; Ctrl-C ends everything at once" in first.log.read_text()
     until(lambda: not any(map(runs, family)), "all processes to end")
     ledger, depths = await accounts(first.run_dir)
     assert ledger.balances
@@ -185,3 +188,44 @@ def test_an_up_whose_trainer_was_drained_ends_well_and_says_that_the_run_is_not_
     assert again.process.wait(DEADLINE_S) == 0, again.log.read_text()
     assert "before the run was over" not in again.log.read_text()
     assert len(read_metrics(one.run_dir)) == num_steps + 2
+
+
+def test_a_trainer_that_always_crashes_ends_the_run_with_its_error_and_leaves_one_row_for_each_step(
+    up: Callable[..., Up], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "a" / "runs" / "default"
+    run_dir.mkdir(parents=True)
+    (run_dir / "checkpoints").write_text("a file, where a folder is to be made")
+    one = up("a", "--no-exporter", "--set", "trainer.max_steps=3", "--set", "data.eval_path='held-out.jsonl'")
+    (one.directory / "held-out.jsonl").write_text('{"prompt": "first"}\n')
+    assert one.process.wait(DEADLINE_S) == 1, one.log.read_text()
+    last = one.log.read_text().splitlines()[-1]
+    assert last.startswith("error: trainer crashed 3 times: the checkpoint of step 3 cannot be written"), last
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "groups" in row] == [1, 2, 3]
+    assert len([row for row in rows if "eval_reward" in row]) == 2, "before the first step and after the last"
+    lost = [json.loads(line) for line in (run_dir / "metrics_lost.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in lost if "groups" in row] == [1, 2, 3, 1, 2, 3]
+
+
+def test_an_up_that_is_done_sums_up_and_does_not_look_like_one_that_was_ended(up: Callable[..., Up]) -> None:
+    one = up("a", "--no-exporter", "--set", "trainer.max_steps=3", "--set", "data.eval_path='held-out.jsonl'")
+    (one.directory / "held-out.jsonl").write_text('{"prompt": "first"}\n')
+    assert one.process.wait(DEADLINE_S) == 0, one.log.read_text()
+    said = [line.partition("| ")[2] for line in one.log.read_text().splitlines() if line.startswith("rollstream")]
+    assert not any("draining" in line for line in said)
+    first, ledger, checkpoint, records = said[-4:]
+    assert re.fullmatch(r"reward .* -> .*, held-out reward .* -> .*, 3 steps, \d+ s", first)
+    assert ledger == "ledger: 12 groups fed = 12 trained + 0 dropped + 0 dead + 0 live"
+    assert checkpoint == "checkpoint: runs/default/checkpoints/step_000003"
+    assert records == "records: runs/default"
+
+
+def test_an_up_that_goes_on_finds_its_new_trainer_at_once(up: Callable[..., Up]) -> None:
+    for num_steps in (2, 4):
+        one = up("a", "--no-exporter", "--set", f"trainer.max_steps={num_steps}", "--set", "weights.poll_s=30.0")
+        assert one.process.wait(DEADLINE_S) == 0, one.log.read_text()
+    said = one.log.read_text()
+    assert " resumed step=2 " in said
+    assert "weight_publisher_silent" not in said
+    assert [row["step"] for row in read_metrics(one.run_dir)] == [1, 2, 3, 4]

@@ -145,6 +145,24 @@ async def test_a_function_that_never_returned_what_a_reward_returns_is_refused()
             await pool.score(wrong)
 
 
+async def test_one_value_is_no_sign_of_use_where_there_is_one_completion() -> None:
+    async with running_pool(reward("returns_what_is_asked")) as pool:
+        for _ in range(3):
+            await pool.score(rollout("a", columns={"what": "nan"}))
+        for _ in range(2):
+            await pool.score(rollout("a", "b", columns={"what": "too_many"}))
+        with pytest.raises(RewardLoadError, match="returned 3 values for 2"):
+            await pool.score(rollout("a", "b", columns={"what": "too_many"}))
+
+
+async def test_a_function_whose_column_is_never_there_is_refused() -> None:
+    async with running_pool(reward("is_right")) as pool:
+        for _ in range(2):
+            await pool.score(rollout("a"))
+        with pytest.raises(RewardLoadError, match="is_right needs the data column 'answer'; the data set has: none"):
+            await pool.score(rollout("a"))
+
+
 async def test_a_function_that_was_right_once_is_never_refused() -> None:
     async with running_pool(reward("returns_what_is_asked")) as pool:
         await pool.score(rollout("a", "b", columns={"what": "nan"}))
@@ -169,12 +187,23 @@ async def test_a_function_that_always_fails_is_logged_every_ten_seconds_with_the
                 await pool.score(rollout("a"))
     assert [entry["event"] for entry in logs] == ["reward_failed"] * 3
     assert [entry["num_failures"] for entry in logs] == [1, 3, 2]
+    assert [entry["num_calls"] for entry in logs] == [1, 3, 2]
     for entry in logs:
         assert entry["function"] == "raises"
         assert "KeyError: 'no such thing'" in entry["problem"]
         assert "samples.py:" in entry["problem"]
     assert ["traceback" in entry for entry in logs] == [True, False, False]
+    assert logs[0]["traceback"].count("File ") == 1, "the user's code, and not what called it"
     assert pool.stats["raises"].errors == 6
+
+
+async def test_a_function_that_fails_at_times_is_logged_with_how_often_it_was_called() -> None:
+    seconds = iter((0.0, 10.0, 20.0))
+    with capture_logs() as logs:
+        async with running_pool(reward("raises_for_b"), clock=lambda: next(seconds)) as pool:
+            for text in "baaabaab":
+                await pool.score(rollout(text))
+    assert [(entry["num_failures"], entry["num_calls"]) for entry in logs] == [(1, 1), (1, 4), (1, 3)]
 
 
 async def test_two_functions_that_fail_are_both_logged() -> None:
@@ -197,7 +226,7 @@ async def test_a_missing_column_is_named() -> None:
     with capture_logs() as logs:
         async with running_pool(reward("is_right")) as pool:
             await pool.score(rollout("a", columns={"anser": "a"}))
-    assert "missing 1 required positional argument: 'answer'" in logs[0]["problem"]
+    assert logs[0]["problem"] == "needs the data column 'answer'; the data set has: anser"
 
 
 @pytest.mark.parametrize("function", ["hangs", "hangs_in_c"])

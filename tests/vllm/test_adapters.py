@@ -52,7 +52,7 @@ async def test_a_new_adapter_changes_the_output_to_the_trainers(engine: VllmEngi
 
 async def test_an_adapter_is_read_once_and_leaves_no_file(engine: VllmEngine, history: History) -> None:
     await engine.apply_weights(history.next())
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("rollstream-")]
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"rollstream-{os.getpid()}-")]
     for ordinal in range(2):
         group = group_of([5, 6, 7], ordinal=ordinal)
         assert largest_gap(history.model, group, await engine.generate(group)) < TOLERANCE

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import re
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from pipeline.config import Config, ModelSettings, WeightSettings
 from pipeline.engines.openai import OpenAiEngine
 from pipeline.errors import ConfigError, EngineError, EngineLostError, WeightError
 from pipeline.messages import Completion, PromptGroup
-from pipeline.weights import WeightPublisher
+from pipeline.weights import Endpoints, WeightPublisher
 from tests.engines.conftest import group_of, load, plain_logits, shifted, state_of
 from tests.tiny import make_tiny_model
 from tests.vllm.server import Server
@@ -152,15 +151,19 @@ async def test_workers_that_share_no_memory_fetch_the_weights_themselves(server:
     nothing = {"path": "/proc/self/fd/0", "size": 1, "tensors": [["proof", "uint8", [1], 0, 1]]}
     settings = WeightSettings(poll_s=0.2)
     with WeightPublisher(settings) as publisher:
-        endpoints = asdict(publisher.start())
+        endpoints = publisher.start()
+
+        async def where() -> Endpoints:
+            return endpoints
+
         publisher.publish(state_of(trainer, 11))
         try:
             async with asyncio.timeout(60):
                 await remote.connect(nothing, proof="00", is_to_own=True)
                 assert remote.is_local is False
-                assert await remote.fetch(10, endpoints, {"poll_s": 0.2}) == 11
+                assert await remote.fetch(10, where, {"poll_s": 0.2}) == 11
                 publisher.publish(state_of(shifted(trainer, 0.05, seed=4), 12))
-                assert await remote.fetch(11, endpoints, {"poll_s": 0.2}) == 12
+                assert await remote.fetch(11, where, {"poll_s": 0.2}) == 12
                 await remote.update(12, {"pulled": 12})
                 segment = await remote.complete(
                     [4, 5, 6], {"max_tokens": 20, "temperature": 1.0, "logprobs": 0, "seed": 1}

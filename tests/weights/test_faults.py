@@ -10,6 +10,7 @@ from urllib.parse import urlparse
 import pytest
 import zmq
 import zmq.asyncio
+from structlog.testing import capture_logs
 
 from pipeline.errors import ServiceUnavailableError
 from pipeline.weights import Endpoints, WeightPublisher, WeightSubscriber
@@ -107,7 +108,49 @@ async def test_a_restarted_publisher_is_found_through_its_new_address() -> None:
             current.append(second.start())
             second.publish(make_state(4))
             assert same(await waiting, make_state(4))
-            assert subscriber.stats.num_silences > 0
+            assert subscriber.stats.num_silences + subscriber.stats.num_moves > 0
+
+
+async def test_a_publisher_that_left_and_came_back_elsewhere_is_found_without_waiting_for_the_old_address() -> None:
+    patient = FAST.model_copy(update={"poll_s": 60.0})
+    current: list[Endpoints | None] = [None]
+
+    async def resolve() -> Endpoints | None:
+        return current[-1]
+
+    with capture_logs() as logs:
+        async with WeightSubscriber(patient, resolve=resolve) as subscriber:
+            with WeightPublisher(FAST) as first:
+                current.append(first.start())
+                first.publish(make_state(3))
+                assert same(await next_within(subscriber, None), make_state(3))
+                waiting = asyncio.create_task(next_within(subscriber, 3))
+                current.append(None)
+                await until(lambda: subscriber.stats.num_moves == 1)
+            with WeightPublisher(FAST) as second:
+                current.append(second.start())
+                second.publish(make_state(4))
+                assert same(await waiting, make_state(4))
+            assert subscriber.stats.num_silences == 0
+    assert [entry["log_level"] for entry in logs if entry["event"].startswith("weight_publisher")] == ["debug"]
+
+
+async def test_an_address_book_that_cannot_be_read_ends_no_connection_that_works() -> None:
+    with WeightPublisher(FAST) as publisher:
+        answers: list[Endpoints] = [publisher.start()]
+        failed = asyncio.Event()
+
+        async def resolve() -> Endpoints:
+            if answers:
+                return answers.pop()
+            failed.set()
+            raise ServiceUnavailableError("the registry is away")
+
+        async with WeightSubscriber(FAST, resolve=resolve) as subscriber:
+            waiting = asyncio.create_task(next_within(subscriber, None))
+            await failed.wait()
+            publisher.publish(make_state(1))
+            assert same(await waiting, make_state(1))
 
 
 async def test_a_publisher_restarted_in_mid_transfer_never_mixes_two_objects() -> None:
