@@ -110,12 +110,29 @@ class ScriptedSettings(Section):
     realtime: bool = Field(True, description="false generates as fast as it can, without waiting.")
 
 
+class OpenAiSettings(Section):
+    """Servers that run already (`vllm serve`), for the engine `openai`. One generator has them for itself."""
+
+    urls: list[str] = Field([], description="Where they are, for example http://gpu1:8000; all serve the same model.")
+    model: str = Field("", description="Name under which they serve it; empty takes the only one that they have.")
+    api_key_env: str = Field("VLLM_API_KEY", description="Name of the environment variable that holds their API key.")
+    stall_s: Seconds = Field(
+        60.0,
+        description="A server that was asked and yields no token for this long is taken out until it answers; "
+        "without any server for this long the generator ends.",
+    )
+    update_timeout_s: Seconds = Field(
+        300.0, description="A server that does not reach a version within this is taken out until it does."
+    )
+
+
 class GenerationSettings(Section):
     """Sampling of completions."""
 
-    engine: Literal["transformers", "scripted", "vllm"] = Field(
+    engine: Literal["transformers", "scripted", "vllm", "openai"] = Field(
         "transformers",
-        description="transformers (CPU or GPU), vllm (needs the extra) or scripted (no model).",
+        description="transformers (CPU or GPU), vllm (needs the extra), openai (vLLM servers that run already) "
+        "or scripted (no model).",
     )
     group_size: Count = Field(8, description="Completions for each prompt.")
     max_tokens: Count = Field(256, description="Limit of one completion.")
@@ -145,6 +162,7 @@ class GenerationSettings(Section):
     vllm: dict[str, Any] = Field(
         {}, description="Engine arguments of vLLM, passed on unchanged: gpu_memory_utilization, tensor_parallel_size."
     )
+    openai: OpenAiSettings = Field(default_factory=OpenAiSettings)
 
 
 class RewardSettings(Section):

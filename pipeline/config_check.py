@@ -69,6 +69,10 @@ def _examined(report: Report, examine: Sequence[Callable[[Report], None]]) -> Re
 def _engine(report: Report) -> None:
     if report.config.generation.engine == "vllm":
         require_installed()
+    if report.config.generation.engine == "openai":
+        from pipeline.engines.openai_checks import check_settings
+
+        check_settings(report.config)
 
 
 def _keys(report: Report) -> None:

@@ -6,6 +6,7 @@ It changes nothing and never shows a password.
 
 from __future__ import annotations
 
+import asyncio
 import platform
 import shutil
 import sys
@@ -31,6 +32,7 @@ from pipeline.server_address import find_server
 
 _DISTRIBUTION = "rollstream"
 _EXTRAS = {
+    "openai": "generation on vLLM servers that run already",
     "math": "the reward `math`",
     "json": "the reward `json_schema`",
     "data": "parquet files and Hub data sets",
@@ -74,6 +76,7 @@ def examine(config: Config) -> list[Finding]:
         _machine(),
         _gpus(),
         *examine_server(config),
+        *_generation_servers(config),
         _test_server(),
         _run_dir(config),
     ]
@@ -220,6 +223,26 @@ def _ask_server(url: str, name: str, *, must_persist: bool) -> list[Finding]:
         text = "appendonly is off: what is queued is lost when the server restarts"
         findings.append(Finding(subject="redis", level=Level.HINT, text=text, way_out="set appendonly yes"))
     return findings
+
+
+def _generation_servers(config: Config) -> list[Finding]:
+    """The servers of generation.openai, where they are to generate."""
+    if config.generation.engine != "openai":
+        return []
+    from pipeline.engines.openai_probe import examine_servers
+
+    try:
+        found = asyncio.run(examine_servers(config))
+    except RollstreamError as error:
+        return [Finding(subject="generation", level=Level.ERROR, text=str(error))]
+    return [
+        Finding(
+            subject="generation",
+            level=Level.ERROR if problem else Level.OK,
+            text=f"{url}: {problem or 'serves tokens and takes weights'}",
+        )
+        for url, problem in found.items()
+    ]
 
 
 def _test_server() -> Finding:

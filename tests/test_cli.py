@@ -315,7 +315,8 @@ main(sys.argv[1:-1])
 
 def test_up_without_a_server_ends_before_it_starts_anything(ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDIS_URL", "redis://user:sesame@127.0.0.1:1/0")
-    answer = ask("up")
+    settings = ("generation.engine='scripted'", "scoring.rewards=[{function='length'}]")
+    answer = ask("up", *(word for item in settings for word in ("--set", item)))
     assert answer.code == 3
     (line,) = answer.err.splitlines()
     assert line.startswith("error: redis.url = redis://user:***@127.0.0.1:1/0: no server answers there (")

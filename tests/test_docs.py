@@ -33,6 +33,7 @@ OTHERS = {
     "redis-server",
     "valkey-server",
     "docker",
+    "vllm",
 }
 _FENCE = re.compile(r"^```(?P<kind>\w*)[^\n]*\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?P<target>[^)#\s]+)(?:#[^)]*)?\)")

@@ -16,6 +16,8 @@ from pipeline.config import Config
 from pipeline.config_files import load_config
 from pipeline.doctor import Finding, Level, examine, render
 from pipeline.embedded import EmbeddedServer
+from tests.engines.stand_in import fine, stand_in
+from tests.tiny import make_tiny_model
 
 
 def config_for(url: str, tmp_path: Path) -> Config:
@@ -99,3 +101,20 @@ def test_the_text_has_a_line_for_each_finding_and_its_way_out() -> None:
 def test_redis_server_of_the_system_is_looked_for(valkey_url: str, tmp_path: Path) -> None:
     (finding,) = about(examine(config_for(valkey_url, tmp_path)), "tests")
     assert (finding.level is Level.OK) == (shutil.which("redis-server") is not None)
+
+
+def test_servers_that_generate_are_asked(valkey_url: str, tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    model = make_tiny_model(tmp_path / "model")
+    with stand_in(fine) as good, stand_in(fine) as bad:
+        bad.info = bad.info | {"weight_transfer_config": None}
+        overrides = [
+            f"model.path='{model}'",
+            "generation.engine='openai'",
+            f"generation.openai.urls=['{good.url}', '{bad.url}', 'http://127.0.0.1:1']",
+        ]
+        config = load_config([], environ={"REDIS_URL": valkey_url}, overrides=overrides)
+        found = about(examine(config), "generation")
+    assert [finding.level for finding in found] == [Level.OK, Level.ERROR, Level.ERROR]
+    assert "--weight-transfer-config" in found[1].text
+    assert "does not answer" in found[2].text

@@ -160,7 +160,7 @@ async def body(context: WorkerContext) -> None:
     """Generate until drained."""
     context.waiting_for("its model to load")
     # In a thread: importing an engine takes seconds, in which heartbeats must go on.
-    engine = await asyncio.to_thread(create_engine, context.config)
+    engine = await asyncio.to_thread(create_engine, context.config, resolve=context.fleet.endpoints)
     await engine.start()
     context.waiting_for(None)
     work = GenerationWork(context, engine)

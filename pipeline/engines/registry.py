@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pipeline.config import Config
 from pipeline.engines import GenerationEngine
 
+if TYPE_CHECKING:
+    from pipeline.weights.address_watch import Resolve
 
-def create_engine(config: Config) -> GenerationEngine:
-    """The engine of these settings, not started. Raises ConfigError."""
+
+def create_engine(config: Config, *, resolve: Resolve | None = None) -> GenerationEngine:
+    """The engine of these settings, not started. resolve: where weights are published. Raises ConfigError."""
     generation, seed = config.generation, config.run.seed
     if generation.engine == "transformers":
         from pipeline.engines.transformers import TransformersEngine
@@ -17,6 +22,10 @@ def create_engine(config: Config) -> GenerationEngine:
         from pipeline.engines.scripted import ScriptedEngine
 
         return ScriptedEngine(generation, seed=seed, max_context=config.model.max_context)
+    if generation.engine == "openai":
+        from pipeline.engines.openai import OpenAiEngine
+
+        return OpenAiEngine(config, resolve=resolve)
     from pipeline.engines.vllm import VllmEngine
 
     return VllmEngine(config)

@@ -18,14 +18,13 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from pipeline.config import Config
 from pipeline.engines.architecture import end_token_ids
 from pipeline.engines.shared_weights import SharedWeights
 from pipeline.engines.vllm_adapters import Adapter, AdapterShelf
 from pipeline.engines.vllm_options import engine_arguments, installed_version, prepare_environment, require_installed
 from pipeline.engines.vllm_outputs import Draft, Segment, TokenCounter
+from pipeline.engines.vllm_requests import completion_text, sampling_values, token_limit
 from pipeline.errors import ConfigError, EngineError, EngineLostError, ModelError, WeightError
 from pipeline.logs import get_logger
 from pipeline.messages import Completion, PromptGroup
@@ -106,7 +105,7 @@ class VllmEngine:
     async def generate(self, prompt: PromptGroup) -> tuple[Completion, ...]:
         """`prompt.sampling.group_size` completions. Raises EngineError, or EngineLostError when vLLM has ended."""
         self._check_serving()
-        limit = self._limit(prompt)
+        limit = token_limit(prompt, self._context)
         sequences = [_Sequence() for _ in range(prompt.sampling.group_size)]
         self._sequences.update(sequences)
         tasks = [
@@ -149,7 +148,8 @@ class VllmEngine:
                 segment = await self._segment(prompt, index, limit, sequence)
                 sequence.draft.append(segment)
                 if segment.reason is not None:
-                    return sequence.draft.completion(segment.reason, self._text(sequence.draft, segment))
+                    text = completion_text(self._tokenizer, sequence.draft.token_ids, segment.stop_text)
+                    return sequence.draft.completion(segment.reason, text)
                 if not sequence.is_moving:
                     raise EngineError(f"group {prompt.group_id}: vLLM gave up a sequence")
                 self._check_serving()
@@ -188,43 +188,16 @@ class VllmEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = prompt.sampling
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=max_tokens,
-            seed=_seed(sampling.seed, prompt.ordinal, index, so_far) if sampling.temperature > 0 else None,
-            stop=list(sampling.stop),
-            stop_token_ids=list(self._end_ids),
-            logprobs=-1 if self._masks_from_logprobs and sampling.keep_sampling_mask else 0,
-            flat_logprobs=True,
-            detokenize=bool(sampling.stop),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
-        )
-
-    def _text(self, draft: Draft, segment: Segment) -> str:
-        text: str = self._tokenizer.decode(
-            draft.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text.partition(segment.stop_text)[0] if segment.stop_text else text
+        values = sampling_values(prompt, index, so_far=so_far, max_tokens=max_tokens, end_ids=self._end_ids)
+        if self._masks_from_logprobs and prompt.sampling.keep_sampling_mask:
+            values["logprobs"] = -1
+        return SamplingParams(**values, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)
 
     def _check_serving(self) -> None:
         if self._llm is None:
             raise EngineError("the engine is not running")
         if self._version is None:
             raise EngineError("no verified weights are being served; apply_weights comes first")
-
-    def _limit(self, prompt: PromptGroup) -> int:
-        num_prompt_tokens = len(prompt.prompt_token_ids)
-        room = self._context - num_prompt_tokens
-        if not num_prompt_tokens or room < 1:
-            raise EngineError(
-                f"group {prompt.group_id}: a prompt of {num_prompt_tokens} tokens leaves nothing to generate "
-                f"in a context of {self._context}"
-            )
-        return min(prompt.sampling.max_tokens, room)
 
     # Updating
 
@@ -355,9 +328,3 @@ def _start(arguments: dict[str, Any], counter: TokenCounter) -> Any:
         return AsyncLLM.from_engine_args(engine_args, stat_loggers=[counter.logger])
     except (TypeError, ValueError) as error:
         raise ConfigError(f"vLLM {installed_version()} refuses its arguments (generation.vllm): {error}") from error
-
-
-def _seed(seed: int, ordinal: int, index: int, so_far: int) -> int:
-    """A seed of 63 bits for one request, different for each."""
-    state = np.random.SeedSequence([seed & (2**64 - 1), ordinal, index, so_far]).generate_state(1, np.uint64)
-    return int(state[0] >> np.uint64(1))

@@ -40,14 +40,12 @@ class Segment:
         token_ids, logprobs = list(output.token_ids), _logprobs(output)
         if len(logprobs) != len(token_ids):
             raise EngineError(f"vLLM gave {len(logprobs)} logprobs for {len(token_ids)} tokens")
-        if output.finish_reason not in _REASONS:
-            raise EngineError(f"vLLM ended a sequence with {output.finish_reason!r}")
         kept_ids = None if output.sampling_mask is None else output.sampling_mask.token_ids
         return cls(
             token_ids=token_ids,
             logprobs=logprobs,
             spans=_spans(output, adapter_version) if token_ids else [],
-            reason=_REASONS[output.finish_reason],
+            reason=finish_reason(output.finish_reason),
             stop_text=output.stop_reason if isinstance(output.stop_reason, str) else "",
             kept_ids=_survivors(output.logprobs) if has_all_logprobs else kept_ids,
         )
@@ -121,6 +119,13 @@ class TokenCounter:
                 pass
 
         return Logger(vllm_config, engine_index)
+
+
+def finish_reason(name: str | None) -> FinishReason | None:
+    """From vLLM's name; None where a sequence was broken off. Raises EngineError: another name."""
+    if name not in _REASONS:
+        raise EngineError(f"vLLM ended a sequence with {name!r}")
+    return _REASONS[name]
 
 
 def _logprobs(output: Any) -> list[float]:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 import torch
 
-from pipeline.config import GenerationSettings, LoraSettings, ModelSettings
+from pipeline.config import Config, GenerationSettings, LoraSettings, ModelSettings
+from pipeline.engines.openai import OpenAiEngine
 from pipeline.engines.transformers import TransformersEngine
 from pipeline.messages import Completion, PromptGroup, SamplingParams
 from pipeline.model_weights import export_weights, weight_kind
 from pipeline.models import load_model
 from pipeline.weights import WeightState
+from tests.engines.stand_in import Handler, StandIn, stand_in
 from tests.tiny import make_tiny_model
 
 MakeEngine = Callable[..., Awaitable[TransformersEngine]]
+Serve = Callable[[Callable[[Handler, int], None]], StandIn]
+Start = Callable[..., Awaitable[OpenAiEngine]]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -49,6 +54,36 @@ async def make_engine(tiny_model: ModelSettings) -> AsyncIterator[MakeEngine]:
     yield make
     for engine in engines:
         await engine.close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Starts stand-ins; ends all of them at the end."""
+    with ExitStack() as stack:
+        yield lambda behave: stack.enter_context(stand_in(behave))
+
+
+@pytest.fixture
+async def start(tiny_model: ModelSettings) -> AsyncIterator[Start]:
+    """Starts an engine in front of servers that serves version 0."""
+    engines: list[OpenAiEngine] = []
+
+    async def make(*servers: StandIn, has_weights: bool = True, **openai: object) -> OpenAiEngine:
+        engine = OpenAiEngine(openai_config(tiny_model, *[server.url for server in servers], **openai))
+        engines.append(engine)
+        await engine.start()
+        if has_weights:
+            await engine.apply_weights(state_of(load(tiny_model), 0))
+        return engine
+
+    yield make
+    for engine in engines:
+        await engine.close()
+
+
+def openai_config(model: ModelSettings, *urls: str, **openai: object) -> Config:
+    generation = {"engine": "openai", "openai": {"urls": list(urls), "stall_s": 1.0} | openai}
+    return Config.model_validate({"model": model.model_dump(), "generation": generation})
 
 
 def load(model: ModelSettings, lora: LoraSettings | None = None, *, seed: int = 0) -> torch.nn.Module:

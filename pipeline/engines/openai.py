@@ -1,0 +1,300 @@
+"""Generation on vLLM servers that run already, named by their URLs.
+
+In: prompt groups and weights. Out: completions, each token with the logprob it was drawn at and the
+version that drew it, as the server recorded it. Tokens travel over HTTP, weights never do: servers
+on this machine map them, others fetch them from the trainer themselves.
+
+    state --> checked --> shared memory --+--> each server: (fetch) --> pause --> apply --> label --> resume
+                                          |       not reached, silent, other weights: out of rotation
+    requests --> server with the fewest <-+------ back with the newest weights <------ asked again and again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config import Config
+from pipeline.engines.architecture import end_token_ids
+from pipeline.engines.openai_answers import PassingError
+from pipeline.engines.openai_checks import check_settings
+from pipeline.engines.openai_probe import Probe
+from pipeline.engines.shared_weights import SharedWeights
+from pipeline.engines.vllm_outputs import Draft
+from pipeline.engines.vllm_requests import completion_text, sampling_values, token_limit
+from pipeline.errors import ConfigError, EngineError, EngineLostError, WeightError
+from pipeline.logs import get_logger
+from pipeline.messages import Completion, PromptGroup
+from pipeline.model_weights import stage_weights
+from pipeline.models import context_length, load_skeleton, load_tokenizer
+from pipeline.weights import Endpoints, WeightState
+
+if TYPE_CHECKING:
+    import torch
+
+    from pipeline.engines.openai_server import RemoteServer
+    from pipeline.weights.address_watch import Resolve
+
+_MAX_ATTEMPTS = 8
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 10.0
+_LONGEST_ABSENCE_S = 5.0  # between two looks at a server that is out of rotation
+_LAST_UPDATE_S = 5.0  # that one which has begun may take when the engine is closed
+_FETCH_SETTINGS = {"credits", "poll_s", "server_public_key", "max_model_bytes"}
+
+log = get_logger()
+
+
+class OpenAiEngine:
+    """A `GenerationEngine` in front of servers. resolve: where the trainer publishes its weights."""
+
+    def __init__(self, config: Config, *, resolve: Resolve | None = None) -> None:
+        check_settings(config)
+        self._config = config
+        self._settings = config.generation.openai
+        self._resolve = resolve
+        self._skeleton: torch.nn.Module | None = None
+        self._tokenizer: Any = None
+        self._context = 0
+        self._end_ids: tuple[int, ...] = ()
+        self._servers: list[RemoteServer] = []
+        self._keepers: list[asyncio.Task[None]] = []
+        self._updates: set[asyncio.Task[list[float]]] = set()
+        self._num_unfinished = 0
+        self._newest: int | None = None
+        self._shared, self._probe = SharedWeights(), Probe()
+        self._description: dict[str, Any] = {}
+        self._one_update = asyncio.Lock()
+        self._rotation_changed = asyncio.Event()
+
+    @property
+    def weight_version(self) -> int | None:
+        """Oldest version that is being served; None while no server has weights of this run."""
+        versions = [server.weight_version for server in self._in_rotation() if server.weight_version is not None]
+        return min(versions, default=None)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that are decoded at once, on all servers together."""
+        return self._config.generation.max_num_seqs
+
+    @property
+    def num_unfinished_seqs(self) -> int:
+        """Sequences accepted and not yet ended."""
+        return self._num_unfinished
+
+    @property
+    def num_tokens_generated(self) -> int:
+        """Tokens received since the start."""
+        return sum(server.num_tokens for server in self._servers)
+
+    async def start(self) -> None:
+        """Load the tokenizer and look at the servers; those that do not answer are asked again later.
+
+        Raises ModelError, and ConfigError for a server that was started without what is needed.
+        """
+        from pipeline.engines.openai_server import RemoteServer
+
+        await asyncio.to_thread(self._load)
+        self._servers = [RemoteServer(url, self._config, context=self._context) for url in self._settings.urls]
+        for server in self._servers:
+            try:
+                await self._connect(server)
+            except PassingError as error:
+                log.warning("server_not_reached", url=server.url, reason=str(error))
+        self._keepers = [asyncio.create_task(self._keep(server)) for server in self._servers]
+
+    async def generate(self, prompt: PromptGroup) -> tuple[Completion, ...]:
+        """`prompt.sampling.group_size` completions. Raises EngineError, or EngineLostError without any server."""
+        if not self._keepers or self._newest is None:
+            raise EngineError("no verified weights are being served; apply_weights comes first")
+        limit = token_limit(prompt, self._context)
+        tasks = [
+            asyncio.create_task(self._complete(prompt, index, limit)) for index in range(prompt.sampling.group_size)
+        ]
+        try:
+            return tuple(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def apply_weights(self, state: WeightState) -> float:
+        """Check and copy while generation goes on, then replace on all servers at once; see the protocol.
+
+        A server that does not reach the version is out of rotation until it has. Returns the longest
+        pause of one. Waits for a server where none is there. Raises WeightError where all refused.
+        """
+        update = asyncio.create_task(self._update(state))
+        self._updates.add(update)
+        update.add_done_callback(self._updates.discard)
+        pauses = await asyncio.shield(update)
+        while not pauses and self.weight_version is None and self._keepers:
+            self._rotation_changed.clear()
+            await self._rotation_changed.wait()
+        return max(pauses, default=0.0)
+
+    async def close(self) -> None:
+        """Ask no server any more; what is in flight ends with EngineError. Safe to call twice."""
+        if self._updates:
+            await asyncio.wait(self._updates, timeout=_LAST_UPDATE_S)  # broken off, it would leave servers paused
+        tasks, self._keepers = [*self._keepers, *self._updates], []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for server in self._servers:
+            await server.close()
+        self._rotation_changed.set()
+        self._shared.close()
+        self._probe.close()
+
+    # Generating
+
+    async def _complete(self, prompt: PromptGroup, index: int, limit: int) -> Completion:
+        """One completion, at whichever server; it goes on from what a server gave before it broke it off."""
+        self._num_unfinished += 1
+        draft, num_failures = Draft(), 0
+        prompt_ids = prompt.prompt_token_ids.tolist()
+        try:
+            while True:
+                values = sampling_values(
+                    prompt, index, so_far=draft.num_tokens, max_tokens=limit - draft.num_tokens, end_ids=self._end_ids
+                )
+                server = await self._least_loaded()
+                try:
+                    segment = await server.complete([*prompt_ids, *draft.token_ids], values)
+                except PassingError as error:
+                    num_failures += 1
+                    await self._wait(num_failures, prompt, str(error))
+                    continue
+                draft.append(segment)
+                if segment.reason is not None:
+                    return draft.completion(
+                        segment.reason, completion_text(self._tokenizer, draft.token_ids, segment.stop_text)
+                    )
+                num_failures += 1
+                await self._wait(num_failures, prompt, f"{server.url} gave up a sequence")
+        finally:
+            self._num_unfinished -= 1
+
+    async def _wait(self, num_failures: int, prompt: PromptGroup, reason: str) -> None:
+        """Longer each time, and for each sequence another time. Raises EngineError after the last."""
+        if num_failures >= _MAX_ATTEMPTS or not self._keepers:
+            raise EngineError(f"group {prompt.group_id}: {reason} (attempt {num_failures} of {_MAX_ATTEMPTS})")
+        longest = min(_FIRST_WAIT_S * 2**num_failures, _LONGEST_WAIT_S)
+        await asyncio.sleep(random.uniform(longest / 2, longest))
+
+    async def _least_loaded(self) -> RemoteServer:
+        """Waits for a server where there is none. Raises EngineLostError when that takes too long."""
+        try:
+            async with asyncio.timeout(self._settings.stall_s):
+                while self._keepers and not self._in_rotation():
+                    self._rotation_changed.clear()
+                    await self._rotation_changed.wait()
+        except TimeoutError as error:
+            troubles = "; ".join(f"{server.url}: {server.trouble or 'no weights yet'}" for server in self._servers)
+            raise EngineLostError(f"no server for {self._settings.stall_s:g} s: {troubles}") from error
+        if not self._keepers:
+            raise EngineError("the engine was closed")
+        return min(self._in_rotation(), key=lambda server: server.num_outstanding)
+
+    def _in_rotation(self) -> list[RemoteServer]:
+        return [server for server in self._servers if server.is_in_rotation]
+
+    # Weights
+
+    async def _update(self, state: WeightState) -> list[float]:
+        """The pause of each server that is there. Raises WeightError where none reached the version."""
+        async with self._one_update:
+            if not self._keepers or self._skeleton is None:
+                raise EngineError("the engine is not running")
+            if self._newest is not None and state.weight_version < self._newest:
+                raise WeightError(f"version {state.weight_version} is older than version {self._newest} being served")
+            await asyncio.to_thread(stage_weights, self._skeleton, state)
+            if any(server.is_local is not False for server in self._servers):
+                self._description = await asyncio.to_thread(self._shared.write, state)
+            self._newest = state.weight_version
+            connected = [server for server in self._servers if server.is_connected]
+            pauses = await asyncio.gather(*(self._reach(server) for server in connected))
+            reached = [pause for pause in pauses if pause is not None]
+            if connected and not reached:
+                troubles = "; ".join(f"{server.url}: {server.trouble}" for server in connected)
+                raise WeightError(f"no server could apply weights {state.weight_version}: {troubles}")
+            return reached
+
+    async def _reach(self, server: RemoteServer) -> float | None:
+        """Bring a server to the newest version. None: it is out of rotation."""
+        version = self._newest
+        assert version is not None
+        try:
+            async with asyncio.timeout(self._settings.update_timeout_s):
+                pause_s = await server.while_healthy(self._replace(server, version))
+        except TimeoutError:
+            server.take_out(
+                f"it did not reach version {version} in generation.openai.update_timeout_s = "
+                f"{self._settings.update_timeout_s:g}"
+                + ("" if server.is_local else "; can it connect to weights.advertise (or weights.host)?")
+            )
+        except (PassingError, ConfigError, WeightError) as error:
+            server.take_out(f"it did not reach version {version}: {error}")
+        else:
+            self._rotation_changed.set()
+            return pause_s
+        return None
+
+    async def _replace(self, server: RemoteServer, weight_version: int) -> float:
+        if server.is_local:
+            return await server.update(weight_version, {"shared": self._description})
+        fetched = await self._fetched_by(server, weight_version)
+        return await server.update(fetched, {"pulled": fetched})
+
+    async def _fetched_by(self, server: RemoteServer, weight_version: int) -> int:
+        """The version, this or a newer one, that the workers of a server elsewhere have fetched."""
+        settings = self._config.weights.model_dump(mode="json", include=_FETCH_SETTINGS)
+        return await server.fetch(weight_version - 1, self._publisher, settings)
+
+    async def _publisher(self) -> Endpoints:
+        endpoints = await self._resolve() if self._resolve is not None else None
+        if endpoints is None:
+            raise WeightError("it shares no memory with this process, and no trainer says where it publishes")
+        return endpoints
+
+    # Servers
+
+    async def _connect(self, server: RemoteServer) -> None:
+        try:
+            await server.connect(self._probe.description, proof=self._probe.proof, is_to_own=True)
+        except ConfigError as error:
+            raise ConfigError(f"{server.url}: {error}") from error
+
+    async def _keep(self, server: RemoteServer) -> None:
+        """See to one server for as long as the engine lives: take it out when it stalls, bring it back after."""
+        interval_s = wait_s = min(1.0, self._settings.stall_s / 5)
+        while True:
+            await asyncio.sleep(wait_s)
+            if server.is_connected:
+                await server.look_after()
+            else:
+                await self._bring_back(server)
+            wait_s = interval_s if server.is_connected else min(2 * wait_s, _LONGEST_ABSENCE_S)
+
+    async def _bring_back(self, server: RemoteServer) -> None:
+        """Connect anew, and give it the newest weights; nothing else waits while it fetches them."""
+        try:
+            await self._connect(server)
+            if self._newest is not None and not server.is_local:
+                async with asyncio.timeout(self._settings.update_timeout_s):
+                    await server.while_healthy(self._fetched_by(server, self._newest))
+        except (PassingError, ConfigError, WeightError, TimeoutError) as error:
+            server.take_out(str(error) or "its workers did not fetch the weights in time")
+            return
+        async with self._one_update:
+            if self._newest is not None and await self._reach(server) is not None:
+                log.info("server_in_rotation", url=server.url, weight_version=server.weight_version)
+
+    def _load(self) -> None:
+        config = self._config
+        self._tokenizer = load_tokenizer(config.model)
+        self._skeleton = load_skeleton(config.model, config.lora)
+        self._end_ids = end_token_ids(self._skeleton, self._tokenizer)
+        self._context = context_length(config.model, self._skeleton.config)  # type: ignore[arg-type]

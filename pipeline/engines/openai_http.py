@@ -1,0 +1,80 @@
+"""Connections to one vLLM server.
+
+In: paths and bodies. Out: JSON, or a streamed answer; what goes wrong is a PassingError. The API key
+goes into a header and nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import aiohttp
+
+from pipeline.engines.openai_answers import PassingError, refusal
+from pipeline.errors import ConfigError
+
+TOKENS = "/inference/v1/generate"
+
+_CONNECT_TIMEOUT_S = 10.0
+_KEEP_ALIVE_S = 2.0  # vLLM closes what was idle for 5
+
+
+class Connection:
+    """Opened with the first request. Belongs to one event loop."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._url = url
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """One attempt. Raises PassingError, ConfigError."""
+        return await self._request("POST", path, body)
+
+    async def get(self, path: str) -> Any:
+        """One attempt. Raises PassingError, ConfigError."""
+        return await self._request("GET", path, None)
+
+    def tokens(self, body: Mapping[str, Any]) -> aiohttp.client._RequestContextManager:
+        """A request for tokens, whose answer is read as it comes; raises what aiohttp raises."""
+        return self._session("tokens").post(self._url + TOKENS, json=body)
+
+    async def close(self) -> None:
+        """Break off what is under way. Safe to call twice."""
+        while self._sessions:
+            await self._sessions.popitem()[1].close()
+
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        try:
+            async with self._session("control").request(method, self._url + path, json=body) as response:
+                content = await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise PassingError(f"it does not answer {path}: {type(error).__name__}: {error}") from error
+        if response.status == 404:
+            raise ConfigError(f"it has no {path}: start it with VLLM_SERVER_DEV_MODE=1 in its environment")
+        if response.status != 200:
+            refused = refusal(response.status, content)
+            raise refused if isinstance(refused, ConfigError) else PassingError(str(refused))
+        try:
+            return json.loads(content) if content else None
+        except ValueError as error:
+            raise PassingError(f"its answer to {path} cannot be understood: {content[:200]!r}") from error
+
+    def _session(self, purpose: Literal["tokens", "control"]) -> aiohttp.ClientSession:
+        """Connections for tokens are used again, though not when the server is about to close them.
+
+        The others are not: vLLM closes a connection on which it answered with an error.
+        """
+        if purpose not in self._sessions:
+            if purpose == "tokens":
+                connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+            else:
+                connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            self._sessions[purpose] = aiohttp.ClientSession(
+                headers=self._headers,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+                connector=connector,
+            )
+        return self._sessions[purpose]

@@ -1,0 +1,160 @@
+"""A server that speaks vLLM's routes and does what a test says: real HTTP, no model."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+SERVER_INFO: dict[str, Any] = {
+    "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 128, "return_sampling_mask": False},
+    "weight_transfer_config": {"backend": "rollstream"},
+    "parallel_config": {"worker_extension_cls": "pipeline.engines.vllm_worker.Extension"},
+    "scheduler_config": {"enable_chunked_prefill": False},
+    "device_config": {"device": "cpu"},
+}
+
+
+class StandIn(ThreadingHTTPServer):
+    """behave: what a request for tokens gets; the handler and the number of the request, from 1.
+
+    num_requests: for tokens. paths: of all requests. label: of the weights. refuses: paths that get a 500.
+    ignores: paths that get no answer. is_healthy: what the server says of its engine.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, behave: Callable[[Handler, int], None]) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.behave = behave
+        self.num_requests = 0
+        self.paths: list[str] = []
+        self.label = "default"
+        self.info = SERVER_INFO
+        self.refuses: set[str] = set()
+        self.ignores: set[str] = set()
+        self.is_healthy = True
+        self.headers: list[dict[str, str]] = []
+        self.is_over = threading.Event()
+        self._counting = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def counted(self) -> int:
+        with self._counting:
+            self.num_requests += 1
+            return self.num_requests
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has gone is what some tests want."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request."""
+
+    server: StandIn
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+    def do_GET(self) -> None:
+        self.server.paths.append(self.path)
+        self.server.headers.append(dict(self.headers))
+        if self.path.startswith("/v1/models"):
+            return self.send(200, {"data": [{"id": "tiny", "parent": None}]})
+        if self.path.startswith("/server_info"):
+            return self.send(200, {"vllm_config": self.server.info})
+        if self.path == "/health":
+            return self.send(200 if self.server.is_healthy else 503, {})
+        return self.send(404, {"detail": "Not Found"})
+
+    def do_POST(self) -> None:
+        self.server.paths.append(self.path)
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
+        if self.path == "/inference/v1/generate":
+            if body["sampling_params"].get("temperature", 1) < 0:
+                return self.send(400, {"error": {"message": "temperature must be non-negative", "code": 400}})
+            self.body = body
+            return self.server.behave(self, self.server.counted())
+        if self.path in self.server.ignores:
+            return self.hang()
+        if self.path in self.server.refuses:
+            return self.send(500, {"error": {"message": "it does not fit", "code": 500}})
+        if self.path == "/finish_weight_update" and body:
+            self.server.label = body["weight_version"]
+        return self.send(200, {})
+
+    def send(self, status: int, body: object) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def stream(self) -> None:
+        """Begin a streamed answer; it ends when the connection does."""
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+
+    def event(self, token_ids: list[int], **more: object) -> None:
+        """Some tokens, each with the logprob -0.5."""
+        content = [{"token_id": token, "logprob": -0.5} for token in token_ids]
+        choice = {"index": 0, "token_ids": token_ids, "logprobs": {"content": content}} | more
+        self.wfile.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+        self.wfile.flush()
+
+    def tokens(self, token_ids: list[int], *, reason: str = "length") -> None:
+        """A whole answer in two events."""
+        spans = [{"version": self.server.label, "start": 0, "end": len(token_ids)}]
+        self.stream()
+        self.event(token_ids[:1])
+        self.event(token_ids[1:], finish_reason=reason, weight_versions=spans)
+        self.wfile.write(b"data: [DONE]\n\n")
+        self.close_connection = True
+
+    def hang(self) -> None:
+        """Accept, and then nothing, until the test is over."""
+        self.stream()
+        self.server.is_over.wait(30)
+        self.close_connection = True
+
+
+@contextmanager
+def stand_in(behave: Callable[[Handler, int], None]) -> Iterator[StandIn]:
+    """Serves until the end of the block, or until `server_close`."""
+    server = StandIn(behave)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.is_over.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def fine(handler: Handler, number: int) -> None:
+    """Three tokens."""
+    handler.tokens([5, 6, 7])
+
+
+def slow(handler: Handler, number: int) -> None:
+    """Three tokens, a while later."""
+    time.sleep(0.3)
+    handler.tokens([5, 6, 7])
+
+
+def hanging(handler: Handler, number: int) -> None:
+    """Nothing."""
+    handler.hang()
