@@ -65,6 +65,11 @@ def _model(config: Config) -> None:
     from pipeline.models import check_model_files
 
     check_model_files(config.model)
+    if config.generation.replay_routing:
+        from pipeline.models import load_config
+        from pipeline.routing import check_model_type
+
+        check_model_type(load_config(config.model).get_text_config(decoder=True).model_type)
 
 
 def _data(config: Config) -> None:

@@ -80,7 +80,16 @@ def disagreements(config: Config) -> list[str]:
             f"evaluation.every_steps = {config.evaluation.every_steps}: data.eval_path is empty; "
             "name the held-out prompts there"
         )
-    return problems
+    return problems + _engine_problems(config)
+
+
+def _engine_problems(config: Config) -> list[str]:
+    if config.generation.replay_routing and config.generation.engine == "scripted":
+        return [
+            'generation.replay_routing = true: generation.engine = "scripted" has no routers; set it to false, '
+            'or generation.engine = "transformers" or "vllm"'
+        ]
+    return []
 
 
 def _url_problems(url: str) -> list[str]:

@@ -56,6 +56,7 @@ def test_good_settings_pass(settings: list[str]) -> None:
         ("data.path='nowhere.jsonl'", "nowhere.jsonl"),
         ("model.path='./nowhere'", "model.path"),
         ("generation.max_tokens=1000000", "generation.max_tokens"),
+        ("generation.replay_routing=true", "'llama' has no router"),
         ("weights.server_secret_key_file='nowhere.key'", "weights.server_secret_key_file"),
     ],
 )
