@@ -55,11 +55,16 @@ def check_model_type(model_type: str) -> None:
         )
 
 
+def has_known_routers(model: Any) -> bool:
+    """Whether `find_routers` finds some."""
+    return bool(_router_modules(model))
+
+
 def find_routers(model: Any) -> Routers:
     """The routers of a model, with or without its weights or an adapter. Raises ConfigError: there are none."""
-    model_type = model.config.get_text_config(decoder=True).model_type
+    model_type = _model_type(model)
     check_model_type(model_type)
-    found = {name: module for name, module in model.named_modules() if type(module).__name__ == _ROUTERS[model_type]}
+    found = _router_modules(model)
     if not found:
         raise ConfigError(
             f"generation.replay_routing = true, but this {model_type} has no layer with a router; "
@@ -74,6 +79,15 @@ def find_routers(model: Any) -> Routers:
         num_experts=first.num_experts,
         top_k=first.top_k,
     )
+
+
+def _model_type(model: Any) -> str:
+    return str(model.config.get_text_config(decoder=True).model_type)
+
+
+def _router_modules(model: Any) -> dict[str, nn.Module]:
+    kind = _ROUTERS.get(_model_type(model))
+    return {name: module for name, module in model.named_modules() if type(module).__name__ == kind}
 
 
 class RoutingRecorder:
