@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeline.errors import MessageError
 from pipeline.filters import rewards_of
-from pipeline.messages import Completion, PromptGroup, ScoredGroup, TokenIds
+from pipeline.messages import Completion, PromptGroup, ScoredGroup, TokenIds, expert_dtype
 from pipeline.staleness import Ages, Assessment
 
 BoolMask: TypeAlias = npt.NDArray[np.bool_]
@@ -70,6 +70,20 @@ class KeptTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Routing:
+    """Experts that the generator's routers chose. experts: [B, L, layers, top_k]. is_recorded: [B, L] bool,
+    False at padding, at the last token of a sequence and where nothing was recorded. num_experts: of a layer."""
+
+    experts: Tensor
+    is_recorded: Tensor
+    num_experts: int
+
+    def to(self, device: torch.device) -> Routing:
+        """The same on `device`."""
+        return replace(self, **_tensors_on(self, device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
     """B completions, padded on the right: L token positions, T completion positions, M trained tokens.
 
@@ -90,11 +104,13 @@ class MicroBatch:
     advantages: Tensor
     factors: Tensor
     kept: KeptTokens | None = None
+    routing: Routing | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
         kept = self.kept.to(device) if self.kept is not None else None
-        return replace(self, **_tensors_on(self, device), kept=kept)
+        routing = self.routing.to(device) if self.routing is not None else None
+        return replace(self, **_tensors_on(self, device), kept=kept, routing=routing)
 
 
 def make_samples(groups: Sequence[ScoredGroup], assessments: Sequence[Assessment]) -> list[Sample]:
@@ -163,6 +179,7 @@ def pad(samples: Sequence[Sample], advantages: Tensor, factors: Tensor) -> Micro
         advantages=advantages[:, None] * mask,
         factors=factors[:, None] * mask,
         kept=_kept_tokens(samples),
+        routing=pad_routing([sample.completion for sample in samples], input_ids.shape[1]),
     )
 
 
@@ -202,6 +219,29 @@ def _kept_tokens(samples: Sequence[Sample]) -> KeptTokens | None:
     )
 
 
-def _tensors_on(carrier: MicroBatch | KeptTokens, device: torch.device) -> dict[str, Any]:
+def pad_routing(completions: Sequence[Completion], num_columns: int) -> Routing | None:
+    """Recorded experts of B sequences of at most `num_columns` tokens; None when there are none.
+
+    Raises MessageError where they are of unlike models.
+    """
+    records = [completion.routed_experts for completion in completions]
+    kinds = {(record.ids.shape[1:], record.num_experts) for record in records if record is not None}
+    if not kinds:
+        return None
+    if len(kinds) > 1:
+        raise MessageError(f"routed experts of unlike models in one step: {sorted(kinds)}")
+    (shape, num_experts) = kinds.pop()
+    experts = np.zeros((len(records), num_columns, *shape), dtype=expert_dtype(num_experts))
+    is_recorded = np.zeros((len(records), num_columns), dtype=bool)
+    for row, record in enumerate(records):
+        if record is not None:
+            experts[row, : len(record.ids)] = record.ids
+            is_recorded[row, : len(record.ids)] = True
+    return Routing(
+        experts=torch.from_numpy(experts), is_recorded=torch.from_numpy(is_recorded), num_experts=num_experts
+    )
+
+
+def _tensors_on(carrier: MicroBatch | KeptTokens | Routing, device: torch.device) -> dict[str, Any]:
     values = {field.name: getattr(carrier, field.name) for field in fields(carrier)}
     return {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}

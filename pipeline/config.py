@@ -145,6 +145,10 @@ class GenerationSettings(Section):
     replay_sampling_mask: bool = Field(
         True, description="Send which tokens survived top-p/top-k, so that the trainer's probabilities match."
     )
+    replay_routing: bool = Field(
+        False,
+        description="Send which experts each token went to (Qwen3-MoE, OLMoE), so that the trainer uses them too.",
+    )
     max_num_seqs: Count = Field(64, description="Sequences decoded at once by one generator.")
     device: str = Field("auto", description='"auto" takes a GPU when there is one; else "cpu", "cuda:0".')
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(

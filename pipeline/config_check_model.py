@@ -11,6 +11,7 @@ from pipeline.config_check import MAX_ROWS, Report
 from pipeline.model_weights import ADAPTER_MARK
 from pipeline.models import context_length, load_config, load_skeleton, resolve_device
 from pipeline.prompts import Dataset, prompt_lengths
+from pipeline.routing import check_model_type
 from pipeline.run_data import RunData, load_run_data
 
 
@@ -57,10 +58,13 @@ def policy(report: Report) -> None:
     if config.generation.engine == "scripted":
         report.saw("model", "none: the scripted engine makes its tokens up")
         return
+    model_config = load_config(config.model)
+    if config.generation.replay_routing:
+        check_model_type(model_config.get_text_config(decoder=True).model_type)
     skeleton = load_skeleton(config.model, config.lora, attention=config.model.attention)
     count = {name: parameter.numel() for name, parameter in skeleton.named_parameters()}
     adapter = sum(number for name, number in count.items() if ADAPTER_MARK in name)
-    context = context_length(config.model, load_config(config.model))
+    context = context_length(config.model, model_config)
     report.saw(
         "model", f"{config.model.path}: {sum(count.values()) - adapter:,} parameters, context {context:,} tokens"
     )

@@ -39,6 +39,7 @@ _AGREED = (
     "generation.top_k",
     "generation.stop",
     "generation.replay_sampling_mask",
+    "generation.replay_routing",
     "staleness.",
     "algorithm.",
 )

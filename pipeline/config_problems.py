@@ -80,7 +80,17 @@ def disagreements(config: Config) -> list[str]:
             f"evaluation.every_steps = {config.evaluation.every_steps}: data.eval_path is empty; "
             "name the held-out prompts there"
         )
-    return problems
+    return problems + _engine_problems(config)
+
+
+def _engine_problems(config: Config) -> list[str]:
+    engine = config.generation.engine
+    if config.generation.replay_routing and engine in {"scripted", "openai"}:
+        return [
+            f'generation.replay_routing = true: generation.engine = "{engine}" tells no experts; set it to false, '
+            'or generation.engine = "transformers" or "vllm"'
+        ]
+    return []
 
 
 def _url_problems(url: str) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ SCHEMA_VERSION = 1
 TokenIds: TypeAlias = npt.NDArray[np.uint32]
 Floats: TypeAlias = npt.NDArray[np.float32]
 Mask: TypeAlias = npt.NDArray[np.uint8]
+ExpertIds: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 Prompt: TypeAlias = str | list[dict[str, str]]
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 
@@ -46,6 +47,7 @@ class SamplingParams:
     group_size: completions. temperature: 0 is greedy. top_k: 0 is off. max_tokens: per completion.
     seed: base; completion i of group g uses a seed made of (seed, group ordinal, i).
     keep_sampling_mask: whether the ids that survived top-p and top-k are to be returned.
+    keep_routed_experts: whether the experts that the routers chose are to be returned.
     """
 
     group_size: int
@@ -56,6 +58,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     seed: int = 0
     keep_sampling_mask: bool = False
+    keep_routed_experts: bool = False
 
     @property
     def is_truncated(self) -> bool:
@@ -107,13 +110,30 @@ class SamplingMask:
     num_kept: TokenIds
 
 
+def expert_dtype(num_experts: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """The smallest type that holds every id below `num_experts`, little-endian."""
+    return np.dtype(np.uint8) if num_experts <= 1 << 8 else np.dtype("<u2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RoutedExperts:
+    """Which experts the routers chose for every token that the generator read, for replay in the trainer.
+
+    ids: [P + T - 1, layers, top_k], prompt and completion but for the last token, which was drawn and
+    never read; of the layers only those that have a router. num_experts: of each layer.
+    """
+
+    ids: ExpertIds
+    num_experts: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
     """One sampled completion.
 
     token_ids: [T]. generator_logprobs: [T], of the distribution really sampled from.
     loss_mask: [T], 1 where the policy wrote the token. spans: cover all T tokens, in order.
-    text: decoded, without special tokens. sampling_mask: only where asked for.
+    text: decoded, without special tokens. sampling_mask, routed_experts: only where asked for.
     """
 
     token_ids: TokenIds
@@ -123,6 +143,7 @@ class Completion:
     finish_reason: FinishReason
     text: str
     sampling_mask: SamplingMask | None = None
+    routed_experts: RoutedExperts | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -82,6 +82,7 @@ def sampling_params(config: Config) -> SamplingParams:
         stop=tuple(generation.stop),
         seed=config.run.seed,
         keep_sampling_mask=generation.replay_sampling_mask,
+        keep_routed_experts=generation.replay_routing,
     )
 
 

@@ -167,6 +167,7 @@ def test_the_command_prints_what_was_looked_at(settings: list[str], capsys: pyte
         ("data.path='nowhere.jsonl'", "nowhere.jsonl"),
         ("model.path='./nowhere'", "model.path"),
         ("generation.max_tokens=1000000", "generation.max_tokens"),
+        ("generation.replay_routing=true", "'llama' has no router"),
         ("weights.server_secret_key_file='nowhere.key'", "weights.server_secret_key_file"),
         ("weights.server_public_key=abc", "weights.server_public_key"),
         ("tracking.trackers=['trackio']", "trackio"),

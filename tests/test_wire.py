@@ -17,15 +17,18 @@ from pipeline.messages import (
     FinishReason,
     PromptGroup,
     RolloutGroup,
+    RoutedExperts,
     SamplingMask,
     Score,
     ScoredGroup,
     VersionSpan,
+    expert_dtype,
 )
 from pipeline.wire import decode, encode
 from tests.groups import make_completion, make_prompt, make_rollout, make_scored
 
 LARGEST_ID = 2**32 - 1
+PROMPT_TOKENS = 3
 
 
 @st.composite
@@ -33,6 +36,9 @@ def completions(draw: st.DrawFn) -> Completion:
     length = draw(st.integers(1, 20))
     starts = sorted({0, *draw(st.lists(st.integers(0, length - 1), max_size=3))})
     versions = sorted(draw(st.sets(st.integers(0, 2**40), min_size=len(starts), max_size=len(starts))))
+    num_experts = draw(st.sampled_from([4, 256, 257, 1 << 16]))
+    shape = (PROMPT_TOKENS + length - 1, *draw(st.tuples(st.integers(1, 3), st.integers(1, 4))))
+    experts = hnp.arrays(expert_dtype(num_experts), shape, elements=st.integers(0, num_experts - 1))
     num_kept = draw(hnp.arrays(np.uint32, length, elements=st.integers(1, 3)))
     total = int(num_kept.sum())
     return Completion(
@@ -47,6 +53,9 @@ def completions(draw: st.DrawFn) -> Completion:
         text=draw(st.text(st.characters(codec="utf-8"), max_size=20)),
         sampling_mask=draw(
             st.none() | st.just(SamplingMask(kept_ids=np.arange(total, dtype=np.uint32), num_kept=num_kept))
+        ),
+        routed_experts=draw(
+            st.none() | experts.map(lambda ids: RoutedExperts(ids=ids, num_experts=num_experts)),
         ),
     )
 
@@ -69,6 +78,11 @@ def test_every_valid_group_comes_back_as_it_was(items: list[Completion], data: s
         np.testing.assert_array_equal(received.generator_logprobs, sent.generator_logprobs)
         assert received.spans == sent.spans
         assert received.text == sent.text
+        assert (received.routed_experts is None) == (sent.routed_experts is None)
+        if sent.routed_experts is not None and received.routed_experts is not None:
+            np.testing.assert_array_equal(received.routed_experts.ids, sent.routed_experts.ids)
+            assert received.routed_experts.ids.dtype == expert_dtype(sent.routed_experts.num_experts)
+            assert received.routed_experts.num_experts == sent.routed_experts.num_experts
     assert [score.reward for score in back.scores] == [score.reward for score in scores]
     assert back.rollout.prompt.columns == prompt.columns
 
@@ -136,6 +150,58 @@ def test_a_completion_that_contradicts_itself_is_refused(change: dict[str, objec
     completion = dataclasses.replace(make_completion(4), **change)  # type: ignore[arg-type]
     with pytest.raises(MessageError, match=problem):
         decode(_rollout_with(completion), RolloutGroup)
+
+
+def _routed(shape: tuple[int, ...] = (6, 2, 2), num_experts: int = 8, largest: int = 7) -> RoutedExperts:
+    return RoutedExperts(ids=np.full(shape, largest, dtype=expert_dtype(num_experts)), num_experts=num_experts)
+
+
+@pytest.mark.parametrize(
+    ("routed", "problem"),
+    [
+        (_routed((5, 2, 2)), "not of 6 tokens"),
+        (_routed((7, 2, 2)), "not of 6 tokens"),
+        (_routed(largest=8), "2 x 2 ids below 8"),
+        (_routed((6, 2, 9)), "9 of 8"),
+        (_routed((6, 0, 2)), "2 of 8"),
+        (_routed(num_experts=(1 << 16) + 1), "2 of 65537"),
+    ],
+)
+def test_routed_experts_that_do_not_fit_are_refused(routed: RoutedExperts, problem: str) -> None:
+    assert decode(_rollout_with(dataclasses.replace(make_completion(4), routed_experts=_routed())), RolloutGroup)
+    completion = dataclasses.replace(make_completion(4), routed_experts=routed)
+    with pytest.raises(MessageError, match=problem):
+        decode(_rollout_with(completion), RolloutGroup)
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ([b"123", 1, 2, 8], "1 x 2 ids"),
+        ([b"1234", 1, 2, 300], "not 1 x 2|name|ids below 300"),
+        ([b"12", 1, 2], "wrong type"),
+        ([b"12", 1, 2.0, 8], "expected int"),
+        ([b"12", 1, True, 8], "expected int"),
+        (["12", 1, 2, 8], "expected bytes"),
+        ({}, "expected list"),
+    ],
+)
+def test_routed_experts_of_the_wrong_form_are_refused(value: object, problem: str) -> None:
+    payload = msgpack.unpackb(_rollout_with(make_completion(4)))
+    payload["body"]["completions"][0]["routed_experts"] = value
+    with pytest.raises(MessageError, match=problem):
+        decode(msgpack.packb(payload), RolloutGroup)
+
+
+def test_a_message_from_before_experts_were_recorded_has_none() -> None:
+    payload = msgpack.unpackb(_rollout_with(make_completion(4)))
+    del payload["body"]["completions"][0]["routed_experts"]
+    prompt = msgpack.unpackb(payload["body"]["prompt"])
+    del prompt["body"]["sampling"]["keep_routed_experts"]
+    payload["body"]["prompt"] = msgpack.packb(prompt)
+    back = decode(msgpack.packb(payload), RolloutGroup)
+    assert back.completions[0].routed_experts is None
+    assert not back.prompt.sampling.keep_routed_experts
 
 
 def test_a_group_with_a_completion_missing_is_refused() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -19,25 +20,25 @@ from transformers.cache_utils import DynamicCache
 
 from pipeline.engines.attention import use_row_attention
 from pipeline.engines.kv_cache import Prefix, RowCache
+from pipeline.engines.prefill import Joining, padded, prefill_batches
 from pipeline.engines.rows import Bools, GroupTask, Rows
 from pipeline.engines.sampling import Draw, RowSampling, draw
 from pipeline.errors import EngineError, WeightError
 from pipeline.messages import Completion, FinishReason
 from pipeline.model_weights import Staged, apply_staged
+from pipeline.routing import RoutingRecorder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Outcome: TypeAlias = tuple[GroupTask, tuple[Completion, ...] | EngineError]
-_Joining: TypeAlias = tuple[GroupTask, int]  # a group, and how many of its completions join now
-
-_PREFILL_TOKENS = 8192
 
 
 class Decoder:
     """A model, its cache and the sequences in flight. One thread owns it.
 
     model: called as Hugging Face causal language models are. end_ids: tokens that end a completion.
+    recorder: of the model's routers, where prompts may ask for the experts that they choose.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Decoder:
         *,
         end_ids: Sequence[int],
         max_num_seqs: int,
+        recorder: RoutingRecorder | None = None,
     ) -> None:
         self.weight_version: int | None = None
         self.num_tokens_generated = 0
@@ -60,7 +62,8 @@ class Decoder:
         self._is_end = np.zeros(self._vocabulary_size, dtype=bool)
         self._is_end[[token for token in end_ids if token < self._vocabulary_size]] = True
         self._max_num_seqs = max_num_seqs
-        self._rows = Rows(max_num_seqs)
+        self._recorder = recorder
+        self._rows = Rows(max_num_seqs, num_experts=recorder.num_experts if recorder else 0)
         self._num_layers = int(config.num_hidden_layers)
         self._cache = RowCache(self._num_layers)
         self._sampling: RowSampling | None = None
@@ -144,13 +147,16 @@ class Decoder:
         num_columns = rows.num_columns
         self._cache.begin_step(lengths, num_columns)
         is_seen = torch.arange(num_columns, device=self._device) <= lengths[:, None]  # [n, columns]
-        output = self._model(
-            input_ids=self._tensor(rows.active["next_id"])[:, None],
-            attention_mask=self._mask(is_seen[:, None, None, :]),
-            position_ids=lengths[:, None],
-            past_key_values=self._cache,
-            use_cache=True,
-        )
+        with self._recording(any_row=bool(rows.active["keeps_routing"].any())) as chosen:
+            output = self._model(
+                input_ids=self._tensor(rows.active["next_id"])[:, None],
+                attention_mask=self._mask(is_seen[:, None, None, :]),
+                position_ids=lengths[:, None],
+                past_key_values=self._cache,
+                use_cache=True,
+            )
+        if chosen and self._recorder:
+            rows.keep_routed(self._recorder.ids(chosen))
         if self._sampling is None:
             self._sampling = rows.sampling(self._device)
         return draw(output.logits[:, -1], self._sampling, self._tensor(rows.uniform()))
@@ -162,7 +168,7 @@ class Decoder:
         return torch.zeros_like(is_seen, dtype=dtype).masked_fill(~is_seen, torch.finfo(dtype).min)
 
     def _admit(self) -> None:
-        joining: list[_Joining] = []
+        joining: list[Joining] = []
         free = self._max_num_seqs - self._rows.num_rows
         for task in self._waiting:
             if free <= 0:
@@ -170,7 +176,7 @@ class Decoder:
             count = min(free, task.size - task.num_joined)
             joining.append((task, count))
             free -= count
-        for batch in _prefill_batches(joining):
+        for batch in prefill_batches(joining):
             try:
                 self._join(batch, self._prefill([task for task, _ in batch]))
             except Exception as error:  # noqa: BLE001  whatever the model raises ends these groups only
@@ -188,18 +194,23 @@ class Decoder:
         if len(tasks) == 1 and tasks[0].prefix is not None:
             return tasks[0].prefix
         prompts = [task.prompt.prompt_token_ids[:-1] for task in tasks]
-        width = max(len(prompt) for prompt in prompts)
-        if not width:
+        ids = padded(prompts)
+        if not ids.shape[1]:
             return None
-        ids = np.zeros((len(prompts), width), dtype=np.int64)
-        for row, prompt in zip(ids, prompts, strict=True):
-            row[: len(prompt)] = prompt
         cache = DynamicCache()
-        self._model.base_model(input_ids=self._tensor(ids), past_key_values=cache, use_cache=True)
+        with self._recording(any_row=any(task.prompt.sampling.keep_routed_experts for task in tasks)) as chosen:
+            self._model.base_model(input_ids=self._tensor(ids), past_key_values=cache, use_cache=True)
+        if chosen and self._recorder:
+            experts = self._recorder.ids(chosen).reshape(*ids.shape, len(chosen), -1)
+            for task, prompt, routed in zip(tasks, prompts, experts, strict=True):
+                task.routed = routed[: len(prompt)]
         layers: list[Any] = cache.layers
         return [(layer.keys, layer.values) for layer in layers]
 
-    def _join(self, batch: Sequence[_Joining], prefix: Prefix | None) -> None:
+    def _recording(self, *, any_row: bool) -> AbstractContextManager[list[torch.Tensor]]:
+        return self._recorder.recording() if self._recorder and any_row else nullcontext([])
+
+    def _join(self, batch: Sequence[Joining], prefix: Prefix | None) -> None:
         source = [index for index, (_, count) in enumerate(batch) for _ in range(count)]
         if prefix is not None:
             self._cache.fill(self._rows.num_rows, prefix, torch.tensor(source, device=self._device))
@@ -275,20 +286,6 @@ class Decoder:
 
     def _tensor(self, array: np.typing.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array.copy()).to(self._device)
-
-
-def _prefill_batches(joining: Sequence[_Joining]) -> list[list[_Joining]]:
-    """Prompts of like length are read together; a prefix that was kept is used as it is."""
-    batches = [[join] for join in joining if join[0].prefix is not None]
-    rest = [join for join in joining if join[0].prefix is None]
-    current: list[_Joining] = []
-    for join in sorted(rest, key=lambda join: len(join[0].prompt.prompt_token_ids), reverse=True):
-        width = len((current or [join])[0][0].prompt.prompt_token_ids)
-        if current and width * (len(current) + 1) > _PREFILL_TOKENS:
-            batches.append(current)
-            current = []
-        current.append(join)
-    return [*batches, current] if current else batches
 
 
 def _before_stop(text: str, stops: Sequence[str]) -> str:

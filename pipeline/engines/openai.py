@@ -153,7 +153,7 @@ class OpenAiEngine:
     async def _complete(self, prompt: PromptGroup, index: int, limit: int) -> Completion:
         """One completion, at whichever server; it goes on from what a server gave before it broke it off."""
         self._num_unfinished += 1
-        draft, num_failures = Draft(), 0
+        draft, num_failures = Draft(num_prompt_tokens=len(prompt.prompt_token_ids)), 0
         prompt_ids = prompt.prompt_token_ids.tolist()
         try:
             while True:

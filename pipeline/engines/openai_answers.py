@@ -60,6 +60,7 @@ class Answer:
             reason=finish_reason(str(final["finish_reason"])),
             stop_text=stop if isinstance(stop, str) else "",
             kept_ids=self._kept_ids or None,
+            experts=None,
         )
 
     def _add_choice(self, choice: dict[str, Any]) -> int:

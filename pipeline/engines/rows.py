@@ -15,7 +15,15 @@ import torch
 
 from pipeline.engines.kv_cache import Prefix, power_of_two
 from pipeline.engines.sampling import RowSampling, uniforms
-from pipeline.messages import Completion, FinishReason, PromptGroup, SamplingMask, VersionSpan
+from pipeline.messages import (
+    Completion,
+    ExpertIds,
+    FinishReason,
+    PromptGroup,
+    RoutedExperts,
+    SamplingMask,
+    VersionSpan,
+)
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
@@ -33,6 +41,7 @@ _ROW = np.dtype(
         ("top_k", "i8"),
         ("has_stop", "?"),
         ("keeps_mask", "?"),
+        ("keeps_routing", "?"),
     ],
     align=True,
 )
@@ -46,12 +55,14 @@ class GroupTask:
 
     limit: tokens of one completion. num_joined: completions that have been given a row.
     prefix: keys and values of all prompt tokens but the last, while members still wait for rows.
+    routed: experts of these tokens, [P - 1, layers, top_k], where they are recorded.
     """
 
     prompt: PromptGroup
     limit: int
     num_joined: int = 0
     prefix: Prefix | None = None
+    routed: ExpertIds | None = None
     completions: dict[int, Completion] = field(default_factory=dict)
 
     @property
@@ -65,13 +76,15 @@ class _Member:
     task: GroupTask
     index: int
     kept_ids: list[npt.NDArray[np.uint32]] = field(default_factory=list)
+    routed: list[ExpertIds] = field(default_factory=list)
 
 
 class Rows:
-    """The arrays. `num_rows` are in use."""
+    """The arrays. `num_rows` are in use. num_experts: of each layer, where they are recorded."""
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, *, num_experts: int = 0) -> None:
         self.num_rows = 0
+        self._num_experts = num_experts
         self._rows = np.zeros(max_rows, dtype=_ROW)
         self._tokens = np.zeros((max_rows, 0), dtype=_TOKEN)
         self._members: list[_Member] = []
@@ -106,13 +119,15 @@ class Rows:
             top_k,
             bool(sampling.stop),
             sampling.keep_sampling_mask and sampling.is_truncated,
+            sampling.keep_routed_experts,
         )
         if task.limit > self._tokens.shape[1]:
             grown = np.zeros((len(self._rows), power_of_two(task.limit)), dtype=_TOKEN)
             grown[:, : self._tokens.shape[1]] = self._tokens
             self._tokens = grown
         self._tokens["uniform"][row, : task.limit] = uniforms(sampling.seed, task.prompt.ordinal, index, task.limit)
-        self._members.append(_Member(task=task, index=index))
+        prompt_experts = [] if task.routed is None else [task.routed]
+        self._members.append(_Member(task=task, index=index, routed=prompt_experts))
         self.num_rows += 1
         task.num_joined += 1
 
@@ -151,6 +166,11 @@ class Rows:
         for row in np.flatnonzero(self.active["keeps_mask"]):
             self._members[row].kept_ids.append(np.flatnonzero(kept[row]).astype(np.uint32))
 
+    def keep_routed(self, ids: ExpertIds) -> None:
+        """Remember the experts of the token that each row reads in this step, [n, layers, top_k], where asked for."""
+        for row in np.flatnonzero(self.active["keeps_routing"]):
+            self._members[row].routed.append(ids[row : row + 1])
+
     def token_ids(self, row: int, last: int | None = None) -> list[int]:
         """The tokens of a row so far, or only the last few."""
         end = int(self._rows["num_tokens"][row])
@@ -171,7 +191,7 @@ class Rows:
         tokens = self._tokens[row, : self._rows["num_tokens"][row]]
         versions = tokens["version"]
         starts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()]
-        kept = self._members[row].kept_ids
+        kept, routed = self._members[row].kept_ids, self._members[row].routed
         return Completion(
             token_ids=tokens["id"].copy(),
             generator_logprobs=tokens["logprob"].copy(),
@@ -183,6 +203,9 @@ class Rows:
                 kept_ids=np.concatenate(kept), num_kept=np.array([len(ids) for ids in kept], dtype=np.uint32)
             )
             if kept
+            else None,
+            routed_experts=RoutedExperts(ids=np.concatenate(routed), num_experts=self._num_experts)
+            if routed and self._rows["keeps_routing"][row]
             else None,
         )
 

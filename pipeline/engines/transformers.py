@@ -23,6 +23,7 @@ from pipeline.errors import EngineError
 from pipeline.messages import Completion, PromptGroup
 from pipeline.model_weights import Staged, stage_weights
 from pipeline.models import context_length, load_model, load_tokenizer, resolve_device, resolve_dtype
+from pipeline.routing import RoutingRecorder
 from pipeline.weights import WeightState
 
 if TYPE_CHECKING:
@@ -147,12 +148,17 @@ class TransformersEngine:
             trainable=False,
         )
         self._context = context_length(self._model_settings, model.config)
+        recorder = RoutingRecorder(model) if settings.replay_routing else None
         check_architecture(model, tokenizer, context=self._context)
-        return model, self._decoder_for(model, tokenizer)
+        return model, self._decoder_for(model, tokenizer, recorder)
 
-    def _decoder_for(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> Decoder:
+    def _decoder_for(self, model: Any, tokenizer: PreTrainedTokenizerBase, recorder: RoutingRecorder | None) -> Decoder:
         return Decoder(
-            model, tokenizer, end_ids=end_token_ids(model, tokenizer), max_num_seqs=self._generation.max_num_seqs
+            model,
+            tokenizer,
+            end_ids=end_token_ids(model, tokenizer),
+            max_num_seqs=self._generation.max_num_seqs,
+            recorder=recorder,
         )
 
     def _running(self) -> Decoder:

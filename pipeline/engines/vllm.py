@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import re
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -30,12 +31,14 @@ from pipeline.logs import get_logger
 from pipeline.messages import Completion, PromptGroup
 from pipeline.model_weights import stage_weights
 from pipeline.models import context_length, load_skeleton, load_tokenizer, resolve_device, resolve_dtype
+from pipeline.routing import Routers, find_routers
 from pipeline.weights import WeightKind, WeightState
 
 if TYPE_CHECKING:
     import torch
 
 _NO_MASKS = "sampling distribution replay requires"
+_NO_EXPERTS = re.compile(r"\s*(?:Value error, )?(.*(?:Model Runner V2|AuxOutput|outed-experts)[^\n\[]*)")
 _FIRST_VERSION = "0.32"  # its outputs say which weights drew each token
 
 log = get_logger()
@@ -67,6 +70,7 @@ class VllmEngine:
         self._version: int | None = None
         self._counter = TokenCounter()
         self._masks_from_logprobs = False
+        self._routers: Routers | None = None
         self._sequences: set[_Sequence] = set()
         self._one_update = asyncio.Lock()
 
@@ -106,7 +110,7 @@ class VllmEngine:
         """`prompt.sampling.group_size` completions. Raises EngineError, or EngineLostError when vLLM has ended."""
         self._check_serving()
         limit = token_limit(prompt, self._context)
-        sequences = [_Sequence() for _ in range(prompt.sampling.group_size)]
+        sequences = [_Sequence(draft=self._draft(prompt)) for _ in range(prompt.sampling.group_size)]
         self._sequences.update(sequences)
         tasks = [
             asyncio.create_task(self._complete(prompt, index, limit, sequence))
@@ -156,11 +160,17 @@ class VllmEngine:
         finally:
             self._sequences.discard(sequence)
 
+    def _draft(self, prompt: PromptGroup) -> Draft:
+        routers = self._routers if prompt.sampling.keep_routed_experts else None
+        return Draft(
+            num_prompt_tokens=len(prompt.prompt_token_ids),
+            routing=(routers.num_experts, routers.layers) if routers else None,
+        )
+
     async def _segment(self, prompt: PromptGroup, index: int, limit: int, sequence: _Sequence) -> Segment:
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        so_far = sequence.draft.num_tokens
         sequence.request_id = f"{prompt.group_id}-{index}-{uuid.uuid4().hex[:8]}"
         sequence.is_moving = False
         adapter = sequence.adapter = self._adapters.newest if self._adapters else None
@@ -168,7 +178,7 @@ class VllmEngine:
         request = self._llm.generate(
             # The salt keeps what an older version read out of the cache from being used for a newer one.
             tokens_input([*prompt.prompt_token_ids.tolist(), *sequence.draft.token_ids], cache_salt=str(version)),
-            self._sampling_params(prompt, index, so_far, limit - so_far),
+            self._sampling_params(prompt, index, sequence.draft, limit),
             sequence.request_id,
             lora_request=adapter.request if adapter else None,
         )
@@ -184,14 +194,21 @@ class VllmEngine:
             has_all_logprobs=self._masks_from_logprobs and prompt.sampling.keep_sampling_mask,
         )
 
-    def _sampling_params(self, prompt: PromptGroup, index: int, so_far: int, max_tokens: int) -> Any:
+    def _sampling_params(self, prompt: PromptGroup, index: int, draft: Draft, limit: int) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        values = sampling_values(prompt, index, so_far=so_far, max_tokens=max_tokens, end_ids=self._end_ids)
+        so_far = draft.num_tokens
+        values = sampling_values(prompt, index, so_far=so_far, max_tokens=limit - so_far, end_ids=self._end_ids)
         if self._masks_from_logprobs and prompt.sampling.keep_sampling_mask:
             values["logprobs"] = -1
-        return SamplingParams(**values, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)
+        return SamplingParams(
+            **values,
+            flat_logprobs=True,
+            routed_experts_prompt_start=draft.num_routed,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
 
     def _check_serving(self) -> None:
         if self._llm is None:
@@ -291,6 +308,7 @@ class VllmEngine:
         device = resolve_device(config.generation.device)
         self._tokenizer = load_tokenizer(config.model)
         self._skeleton = load_skeleton(config.model, config.lora)
+        self._routers = find_routers(self._skeleton) if config.generation.replay_routing else None
         self._end_ids = end_token_ids(self._skeleton, self._tokenizer)
         self._context = context_length(config.model, self._skeleton.config)  # type: ignore[arg-type]
         arguments = engine_arguments(
@@ -327,4 +345,10 @@ def _start(arguments: dict[str, Any], counter: TokenCounter) -> Any:
         engine_args = AsyncEngineArgs(**(arguments | {"weight_transfer_config": transfer}))
         return AsyncLLM.from_engine_args(engine_args, stat_loggers=[counter.logger])
     except (TypeError, ValueError) as error:
+        if arguments["enable_return_routed_experts"] and (reason := _NO_EXPERTS.search(str(error))):
+            raise ConfigError(
+                f"generation.replay_routing = true, but vLLM {installed_version()} cannot return experts here: "
+                f'{reason[1].rstrip(". ")}; set generation.engine = "transformers", or '
+                "generation.replay_routing = false"
+            ) from error
         raise ConfigError(f"vLLM {installed_version()} refuses its arguments (generation.vllm): {error}") from error

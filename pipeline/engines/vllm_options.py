@@ -29,6 +29,7 @@ _DECIDED = {
     "enable_lora": "lora.rank",
     "max_lora_rank": "lora.rank",
     "return_sampling_mask": "generation.replay_sampling_mask",
+    "enable_return_routed_experts": "generation.replay_routing",
     "logprobs_mode": "the trainer, which needs those of the distribution that was sampled",
     "weight_transfer_config": "the weight channel",
 }
@@ -73,6 +74,7 @@ def engine_arguments(config: Config, *, dtype: str, context: int, is_cpu: bool) 
         "weight_transfer_config": {"backend": BACKEND},
         "enable_prefix_caching": True,
         "return_sampling_mask": _is_truncated(generation) and generation.replay_sampling_mask,
+        "enable_return_routed_experts": generation.replay_routing,
         "use_tqdm_on_load": False,
     }
     if is_cpu:
@@ -97,6 +99,8 @@ def prepare_environment(generation: GenerationSettings, environ: MutableMapping[
     environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
     # Left alone it takes all cores, and spins on them against whoever else computes.
     environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if generation.replay_routing:
+        environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the one that returns experts
     if generation.num_threads:
         environ["OMP_NUM_THREADS"] = str(generation.num_threads)
 

@@ -13,14 +13,25 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import EngineError
-from pipeline.messages import Completion, FinishReason, SamplingMask, VersionSpan
+from pipeline.messages import (
+    Completion,
+    ExpertIds,
+    FinishReason,
+    RoutedExperts,
+    SamplingMask,
+    VersionSpan,
+    expert_dtype,
+)
 
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """What one request drew. spans: (version, first token of the segment). reason: None where it was broken off."""
+    """What one request drew. spans: (version, first token of the segment). reason: None where it was broken off.
+
+    experts: of the tokens that it read, those that were asked for, [n, all layers of the decoder, top_k].
+    """
 
     token_ids: list[int]
     logprobs: list[float]
@@ -28,6 +39,7 @@ class Segment:
     reason: FinishReason | None
     stop_text: str
     kept_ids: list[list[int]] | None
+    experts: ExpertIds | None
 
     @classmethod
     def of(cls, output: Any, *, adapter_version: int | None, has_all_logprobs: bool = False) -> Segment:
@@ -48,22 +60,35 @@ class Segment:
             reason=finish_reason(output.finish_reason),
             stop_text=output.stop_reason if isinstance(output.stop_reason, str) else "",
             kept_ids=_survivors(output.logprobs) if has_all_logprobs else kept_ids,
+            experts=output.routed_experts,
         )
 
 
 @dataclass(slots=True)
 class Draft:
-    """A completion that is being made of segments."""
+    """A completion that is being made of segments.
 
+    num_prompt_tokens: before it. routing: number of experts, and layers with a router, where it keeps
+    the experts of every token that was read.
+    """
+
+    num_prompt_tokens: int = 0
+    routing: tuple[int, tuple[int, ...]] | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
     kept_ids: list[list[int]] = field(default_factory=list)
+    experts: list[ExpertIds] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
         """Tokens so far."""
         return len(self.token_ids)
+
+    @property
+    def num_routed(self) -> int:
+        """Tokens of prompt and completion whose experts are known; the next segment begins with those after."""
+        return sum(len(experts) for experts in self.experts)
 
     def append(self, segment: Segment) -> None:
         """Put the next segment behind what there is."""
@@ -73,6 +98,8 @@ class Draft:
         self.token_ids += segment.token_ids
         self.logprobs += segment.logprobs
         self.kept_ids += segment.kept_ids or []
+        if self.routing is not None and segment.experts is not None:
+            self.experts.append(segment.experts)
 
     def completion(self, reason: FinishReason, text: str) -> Completion:
         """All segments as one."""
@@ -86,7 +113,15 @@ class Draft:
             finish_reason=reason,
             text=text,
             sampling_mask=self._mask() if len(self.kept_ids) == self.num_tokens else None,
+            routed_experts=self._routed_experts(*self.routing) if self.routing else None,
         )
+
+    def _routed_experts(self, num_experts: int, layers: tuple[int, ...]) -> RoutedExperts:
+        num_read = self.num_prompt_tokens + self.num_tokens - 1
+        if self.num_routed != num_read:
+            raise EngineError(f"vLLM gave the experts of {self.num_routed} tokens, {num_read} were read")
+        experts = np.concatenate(self.experts)[:, list(layers)]
+        return RoutedExperts(ids=experts.astype(expert_dtype(num_experts)), num_experts=num_experts)
 
     def _mask(self) -> SamplingMask:
         return SamplingMask(

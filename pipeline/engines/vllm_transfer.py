@@ -108,6 +108,8 @@ class RollstreamTransfer(WeightTransferEngine):  # type: ignore[misc]
         self.model.load_weights(iter(tensors))
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_tied_heads(self.model)
+        if self.device.type == "cpu":
+            _repack_experts(self.model)
 
     def _own(self, owner: str) -> None:
         now = time.monotonic()
@@ -154,3 +156,11 @@ def _repack_tied_heads(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and module.weight.data_ptr() in addresses:
             module.quant_method.process_weights_after_loading(module)
+
+
+def _repack_experts(model: torch.nn.Module) -> None:
+    """On a CPU the kernel wants the experts packed, and vLLM packs them only when it loads them for the first time."""
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)

@@ -26,6 +26,7 @@ from pipeline.messages import ScoredGroup
 from pipeline.model_weights import export_weights, weight_kind
 from pipeline.models import load_model, load_tokenizer, quiet, resolve_device, resolve_dtype
 from pipeline.policy import CausalModel, Policy
+from pipeline.routing import RoutingReplay
 from pipeline.staleness import assess
 from pipeline.weights import WeightState
 
@@ -58,7 +59,7 @@ class PolicyLearner:
         self._optimizer = Optimizer(policy.model, trainer)
         self._model_settings = model
         self._wire_dtype = wire_dtype
-        self._has_warned = False
+        self._warned: set[str] = set()
 
     @classmethod
     def create(cls, config: Config) -> PolicyLearner:
@@ -82,14 +83,17 @@ class PolicyLearner:
                 trainable=True,
             ),
         )
-        if trainer.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         needs_copy = config.algorithm.kl_coef > 0 and not config.lora.rank
+        reference = frozen_copy(model) if needs_copy else None
+        replay = RoutingReplay(model) if config.generation.replay_routing else None
+        if trainer.gradient_checkpointing:
+            _enable_checkpointing(model, replay)
         policy = Policy(
             model,
             logprob_chunk_tokens=trainer.logprob_chunk_tokens,
             autocast=dtype if is_narrow else None,
-            reference=frozen_copy(model) if needs_copy else None,
+            reference=reference,
+            replay=replay,
         )
         return cls(
             policy,
@@ -121,7 +125,7 @@ class PolicyLearner:
         ordered = in_feeding_order(groups)
         assessments = [assess(group, trainer_version, self._staleness) for group in ordered]
         samples = make_samples(ordered, assessments)
-        self._warn_once(samples)
+        num_unreplayed, num_unrouted = self._count_missing(samples)
         num_tokens = torch.tensor([sample.num_tokens for sample in samples], dtype=torch.int64)  # [N]
         advantages = self._algorithm.advantage(_rewards(samples, num_tokens), self._settings)  # [N]
         factors = self._algorithm.aggregation(num_tokens, self._settings)  # [N]
@@ -137,7 +141,8 @@ class PolicyLearner:
             "advantage_abs_mean": float(advantages.abs().mean()) if len(samples) else 0.0,
             "trained_tokens": float(tally.num_tokens),
             "nonfinite_tokens": float(sum(sample.num_nonfinite for sample in samples) + num_unusable),
-            "unreplayed_tokens": float(sum(sample.num_unreplayed for sample in samples)),
+            "unreplayed_tokens": float(num_unreplayed),
+            "unrouted_tokens": float(num_unrouted),
         }
 
     def export_weights(self, weight_version: int) -> WeightState:
@@ -186,17 +191,39 @@ class PolicyLearner:
         tally.add(values, objective.mask, largest=("importance_ratio",))
         return loss.detach()
 
-    def _warn_once(self, samples: Sequence[Sample]) -> None:
-        num_tokens = sum(sample.num_unreplayed for sample in samples)
-        if not num_tokens or self._has_warned:
-            return
-        self._has_warned = True
-        _log.warning(
-            "sampling_mask_missing",
-            tokens=num_tokens,
-            consequence="top-p/top-k cut the generator's distribution, so importance ratios are off by what was cut",
-            way_out="set generation.replay_sampling_mask = true, or generation.top_p = 1 and top_k = 0",
-        )
+    def _count_missing(self, samples: Sequence[Sample]) -> tuple[int, int]:
+        """Tokens without the sampling mask, and without the routed experts, that they should have; warns once."""
+        num_unreplayed = sum(sample.num_unreplayed for sample in samples)
+        if num_unreplayed:
+            self._warn_once(
+                "sampling_mask_missing",
+                tokens=num_unreplayed,
+                consequence="top-p/top-k cut the generator's distribution: importance ratios are off by what was cut",
+                way_out="set generation.replay_sampling_mask = true, or generation.top_p = 1 and top_k = 0",
+            )
+        if not self.policy.replays_routing:
+            return num_unreplayed, 0
+        num_unrouted = sum(sample.num_tokens for sample in samples if sample.completion.routed_experts is None)
+        if num_unrouted:
+            self._warn_once(
+                "routed_experts_missing",
+                tokens=num_unrouted,
+                consequence="the trainer's routers choose for these tokens, so importance ratios may be off",
+                way_out="run generators and trainer with the same generation.replay_routing",
+            )
+        return num_unreplayed, num_unrouted
+
+    def _warn_once(self, event: str, **details: object) -> None:
+        if event not in self._warned:
+            self._warned.add(event)
+            _log.warning(event, **details)
+
+
+def _enable_checkpointing(model: CausalModel, replay: RoutingReplay | None) -> None:
+    settings: dict[str, object] = {"use_reentrant": False}
+    if replay is not None:
+        settings["context_fn"] = replay.checkpoint_contexts
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
 
 
 def frozen_copy(model: CausalModel) -> PreTrainedModel:

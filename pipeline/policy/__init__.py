@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from pipeline.batching import MicroBatch
 from pipeline.policy.logprobs import Targets, chunked_logprobs
 from pipeline.policy.output_head import OutputHead, find_output_head
+from pipeline.routing import RoutingReplay
 
 CausalModel: TypeAlias = PreTrainedModel | PeftModel
 
@@ -39,7 +40,8 @@ class Policy:
 
     logprob_chunk_tokens: tokens whose logits exist at once. autocast: precision of forward and
     backward where it differs from the weights'. reference: frozen copy of the initial model; with an
-    adapter it is not needed, since the model without the adapter is the initial one.
+    adapter it is not needed, since the model without the adapter is the initial one. replay: of the
+    model's routers, where the generator's choice of experts is replayed.
     """
 
     def __init__(
@@ -49,10 +51,12 @@ class Policy:
         logprob_chunk_tokens: int,
         autocast: torch.dtype | None = None,
         reference: PreTrainedModel | None = None,
+        replay: RoutingReplay | None = None,
     ) -> None:
         self.model = model
         self._chunk_tokens = logprob_chunk_tokens
         self._autocast = autocast
+        self._replay = replay
         quiet_dropout(model)
         self._head = self._find_head(_causal_model(model))
         self._reference = reference
@@ -68,9 +72,15 @@ class Policy:
         """Whether logits are made a chunk at a time, which bounds memory."""
         return self._head.is_chunked
 
+    @property
+    def replays_routing(self) -> bool:
+        """Whether experts are those that the generator's routers chose."""
+        return self._replay is not None
+
     def evaluate(self, batch: MicroBatch) -> PolicyOutput:
-        """Logprobs and entropies of the trained tokens."""
-        return self._run(self._head, batch)
+        """Logprobs and entropies of the trained tokens. Raises MessageError: experts recorded from another model."""
+        with self._replay.using(batch.routing) if self._replay else contextlib.nullcontext():
+            return self._run(self._head, batch)
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Logprobs of the trained tokens, [B, T] with gradient; 0 outside the mask."""
@@ -78,7 +88,7 @@ class Policy:
 
     @torch.no_grad()
     def reference_logprobs(self, batch: MicroBatch) -> Tensor:
-        """The same by the initial policy, without gradient."""
+        """The same by the initial policy, without gradient and with the experts that its own routers choose."""
         if self._reference is None:
             assert isinstance(self.model, PeftModel), "a reference needs an adapter to switch off, or a copy"
             with self.model.disable_adapter():

@@ -105,7 +105,11 @@ def evaluation_groups(
     """
     number = settings.num_prompts or len(dataset)
     sampling = replace(
-        sampling, group_size=settings.group_size, temperature=settings.temperature, keep_sampling_mask=False
+        sampling,
+        group_size=settings.group_size,
+        temperature=settings.temperature,
+        keep_sampling_mask=False,
+        keep_routed_experts=False,
     )
     encoded = ((index, _token_ids(dataset, index, encode)) for index in range(min(number, len(dataset))))
     groups = [

@@ -26,11 +26,13 @@ from pipeline.messages import (
     PromptGroup,
     RewardResult,
     RolloutGroup,
+    RoutedExperts,
     SamplingMask,
     SamplingParams,
     Score,
     ScoredGroup,
     VersionSpan,
+    expert_dtype,
 )
 from pipeline.wire.writing import F32, KINDS, U8, U32
 
@@ -167,6 +169,7 @@ def _read_sampling(fields: _Fields) -> SamplingParams:
         stop=tuple(_typed(text, str, "stop") for text in _list(fields, "stop")),
         seed=_natural(fields, "seed"),
         keep_sampling_mask=_typed(fields["keep_sampling_mask"], bool, "keep_sampling_mask"),
+        keep_routed_experts=_typed(fields.get("keep_routed_experts", False), bool, "keep_routed_experts"),
     )
     _require(sampling.group_size > 0, "group_size is 0")
     _require(sampling.max_tokens > 0, "max_tokens is 0")
@@ -183,8 +186,11 @@ def _read_rollout(fields: _Fields, max_bytes: int) -> RolloutGroup:
         generator=_typed(fields["generator"], str, "generator"),
         hops=_hops(fields),
     )
-    expected = prompt.sampling.group_size
-    _require(len(rollout.completions) == expected, f"{len(rollout.completions)} completions, expected {expected}")
+    size = prompt.sampling.group_size
+    _require(len(rollout.completions) == size, f"{len(rollout.completions)} completions, expected {size}")
+    for completion in rollout.completions:
+        routed, num_read = completion.routed_experts, len(prompt.prompt_token_ids) + len(completion) - 1
+        _require(routed is None or len(routed.ids) == num_read, f"routed_experts are not of {num_read} tokens")
     return rollout
 
 
@@ -197,6 +203,7 @@ def _read_completion(fields: _Fields) -> Completion:
         finish_reason=FinishReason(fields["finish_reason"]),
         text=_typed(fields["text"], str, "text"),
         sampling_mask=_read_sampling_mask(fields["sampling_mask"]),
+        routed_experts=_read_routed_experts(fields.get("routed_experts")),
     )
     num_tokens = len(completion.token_ids)
     _require(num_tokens > 0, "completion without tokens")
@@ -232,6 +239,18 @@ def _read_sampling_mask(value: object) -> SamplingMask | None:
         return None
     kept_ids, num_kept = _typed(value, list, "sampling_mask")
     return SamplingMask(kept_ids=_array(kept_ids, U32, "kept_ids"), num_kept=_array(num_kept, U32, "num_kept"))
+
+
+def _read_routed_experts(value: object) -> RoutedExperts | None:
+    if value is None:
+        return None
+    data, *sizes = _typed(value, list, "routed_experts")
+    num_layers, top_k, num_experts = (_typed(size, int, "routed_experts") for size in sizes)
+    _require(num_layers > 0 and 0 < top_k <= num_experts <= 1 << 16, f"routed_experts: {top_k} of {num_experts}")
+    ids = _array(data, expert_dtype(num_experts), "routed_experts")
+    is_whole = len(ids) % (num_layers * top_k) == 0 and int(ids.max(initial=0)) < num_experts
+    _require(is_whole, f"routed_experts are not {num_layers} x {top_k} ids below {num_experts} for each token")
+    return RoutedExperts(ids=ids.reshape(-1, num_layers, top_k), num_experts=num_experts)
 
 
 def _read_scored(fields: _Fields, max_bytes: int) -> ScoredGroup:

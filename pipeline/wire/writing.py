@@ -18,8 +18,10 @@ from pipeline.messages import (
     PromptGroup,
     RewardResult,
     RolloutGroup,
+    RoutedExperts,
     Score,
     ScoredGroup,
+    expert_dtype,
 )
 
 KINDS: dict[type[Message], str] = {PromptGroup: "prompt", RolloutGroup: "rollout", ScoredGroup: "scored"}
@@ -70,6 +72,7 @@ def _prompt_body(group: PromptGroup) -> dict[str, Any]:
             "stop": list(sampling.stop),
             "seed": sampling.seed,
             "keep_sampling_mask": sampling.keep_sampling_mask,
+            "keep_routed_experts": sampling.keep_routed_experts,
         },
         "fed_version": group.fed_version,
         "min_version": group.min_version,
@@ -88,7 +91,13 @@ def _completion_body(completion: Completion) -> dict[str, Any]:
         "finish_reason": completion.finish_reason.value,
         "text": completion.text,
         "sampling_mask": mask and [_bytes_of(mask.kept_ids, U32), _bytes_of(mask.num_kept, U32)],
+        "routed_experts": completion.routed_experts and _routed_experts_body(completion.routed_experts),
     }
+
+
+def _routed_experts_body(routed: RoutedExperts) -> list[bytes | int]:
+    _, num_layers, top_k = routed.ids.shape
+    return [_bytes_of(routed.ids, expert_dtype(routed.num_experts)), num_layers, top_k, routed.num_experts]
 
 
 def _score_body(score: Score) -> dict[str, Any]:

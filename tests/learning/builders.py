@@ -20,6 +20,7 @@ from pipeline.messages import (
     FinishReason,
     PromptGroup,
     RolloutGroup,
+    RoutedExperts,
     SamplingMask,
     SamplingParams,
     Score,
@@ -59,6 +60,7 @@ class Row:
     spans: Sequence[tuple[int, int]] = ((0, 0),)
     loss_mask: Sequence[int] | None = None
     sampling_mask: SamplingMask | None = None
+    routed_experts: RoutedExperts | None = None
 
 
 def make_group(
@@ -99,6 +101,7 @@ def _completion(row: Row) -> Completion:
         finish_reason=FinishReason.STOP,
         text="",
         sampling_mask=row.sampling_mask,
+        routed_experts=row.routed_experts,
     )
 
 
