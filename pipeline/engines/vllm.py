@@ -13,8 +13,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import re
-import time
 import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,10 +21,12 @@ from pipeline.config import Config
 from pipeline.engines.architecture import end_token_ids
 from pipeline.engines.shared_weights import SharedWeights
 from pipeline.engines.vllm_adapters import Adapter, AdapterShelf
-from pipeline.engines.vllm_options import engine_arguments, installed_version, prepare_environment, require_installed
+from pipeline.engines.vllm_options import engine_arguments, prepare_environment, require_installed
 from pipeline.engines.vllm_outputs import Draft, Segment, TokenCounter
 from pipeline.engines.vllm_requests import completion_text, sampling_values, token_limit
-from pipeline.errors import ConfigError, EngineError, EngineLostError, ModelError, WeightError
+from pipeline.engines.vllm_start import draw_one_token, start_engine
+from pipeline.engines.vllm_updates import replace_weights
+from pipeline.errors import EngineError, EngineLostError, ModelError, WeightError
 from pipeline.logs import get_logger
 from pipeline.messages import Completion, PromptGroup
 from pipeline.model_weights import stage_weights
@@ -36,10 +36,6 @@ from pipeline.weights import WeightKind, WeightState
 
 if TYPE_CHECKING:
     import torch
-
-_NO_MASKS = "sampling distribution replay requires"
-_NO_EXPERTS = re.compile(r"\s*(?:Value error, )?(.*(?:Model Runner V2|AuxOutput|outed-experts)[^\n\[]*)")
-_FIRST_VERSION = "0.32"  # its outputs say which weights drew each token
 
 log = get_logger()
 
@@ -102,7 +98,11 @@ class VllmEngine:
     async def start(self) -> None:
         """Load the model. Raises ModelError or ConfigError."""
         await asyncio.to_thread(self._load)
-        await self._probe()
+        try:
+            await draw_one_token(self._llm, self._end_ids[0], model_path=self._config.model.path)
+        except ModelError:
+            await self.close()
+            raise
         if self._config.lora.rank:
             self._adapters = AdapterShelf(self._llm, self._config.lora)
 
@@ -231,27 +231,15 @@ class VllmEngine:
             return await self._replace_all(state)
 
     async def _replace_all(self, state: WeightState) -> float:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         shared = await asyncio.to_thread(self._shared.write, state)
         is_recomputed = self._config.generation.kv_on_update == "recompute"
         try:
-            # As `pause_generation` does, without its moment of waiting for outputs to be read. It
-            # returns when the step under way is done: from here on generation stands still.
-            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=is_recomputed)
-            started = time.perf_counter()
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"shared": shared}))
-            await self._llm.finish_weight_update(weight_version=str(state.weight_version))
-            await self._llm.resume_generation()
-        except EngineDeadError as error:
-            raise EngineLostError(f"vLLM has ended: {error}") from error
-        except Exception as error:
+            pause_s = await replace_weights(self._llm, shared, state.weight_version, is_recomputed=is_recomputed)
+        except WeightError as error:
             await self._quarantine(state.weight_version, error)
-            raise WeightError(f"vLLM could not apply weights {state.weight_version}: {error}") from error
+            raise
         self._version = state.weight_version
-        return time.perf_counter() - started
+        return pause_s
 
     async def _quarantine(self, weight_version: int, error: Exception) -> None:
         """Nobody knows which weights there are now, so nothing is drawn from them until others have been applied."""
@@ -282,22 +270,6 @@ class VllmEngine:
 
     # Starting
 
-    async def _probe(self) -> None:
-        """One token: what vLLM cannot do with this model on this machine shows only when it is run."""
-        from vllm import SamplingParams
-        from vllm.inputs.engine import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
-            async for _ in self._llm.generate(tokens_input([self._end_ids[0]]), SamplingParams(max_tokens=1), "probe"):
-                pass
-        except EngineDeadError as error:
-            await self.close()
-            raise ModelError(
-                f"vLLM {installed_version()} cannot run model.path = {self._config.model.path!r} on this machine; "
-                'what it printed above says why. generation.engine = "transformers" runs more models'
-            ) from error
-
     def _shut_down(self) -> None:
         llm, self._llm, self._adapters = self._llm, None, None
         llm.shutdown()
@@ -317,38 +289,4 @@ class VllmEngine:
             context=self._context,
             is_cpu=device.type == "cpu",
         )
-        try:
-            self._llm = _start(arguments, self._counter)
-        except ConfigError as error:
-            if not arguments["return_sampling_mask"] or _NO_MASKS not in str(error):
-                raise
-            # This runner keeps no sampling masks, so they are read off the logprobs of all tokens.
-            log.warning("masks_from_logprobs", reason=_NO_MASKS, cost="logprobs of the whole vocabulary at each token")
-            self._masks_from_logprobs = True
-            self._llm = _start(arguments | {"return_sampling_mask": False, "max_logprobs": -1}, self._counter)
-
-
-def _start(arguments: dict[str, Any], counter: TokenCounter) -> Any:
-    try:
-        from vllm import AsyncEngineArgs
-        from vllm.config import WeightTransferConfig
-        from vllm.outputs import CompletionOutput
-        from vllm.v1.engine.async_llm import AsyncLLM
-    except ImportError as error:
-        raise ConfigError(f"vLLM {installed_version()} cannot be used: {error}") from error
-    if "weight_versions" not in CompletionOutput.__dataclass_fields__:
-        raise ConfigError(
-            f"vLLM {installed_version()} does not say which weights drew a token; install {_FIRST_VERSION} or newer"
-        )
-    transfer = WeightTransferConfig(**arguments["weight_transfer_config"])
-    try:
-        engine_args = AsyncEngineArgs(**(arguments | {"weight_transfer_config": transfer}))
-        return AsyncLLM.from_engine_args(engine_args, stat_loggers=[counter.logger])
-    except (TypeError, ValueError) as error:
-        if arguments["enable_return_routed_experts"] and (reason := _NO_EXPERTS.search(str(error))):
-            raise ConfigError(
-                f"generation.replay_routing = true, but vLLM {installed_version()} cannot return experts here: "
-                f'{reason[1].rstrip(". ")}; set generation.engine = "transformers", or '
-                "generation.replay_routing = false"
-            ) from error
-        raise ConfigError(f"vLLM {installed_version()} refuses its arguments (generation.vllm): {error}") from error
+        self._llm, self._masks_from_logprobs = start_engine(arguments, self._counter)

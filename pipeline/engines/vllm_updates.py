@@ -1,0 +1,38 @@
+"""New weights given to a running vLLM, between two of its steps.
+
+In: a description of tensors in shared memory, already checked against the model. Out: an engine that
+goes on with them under their own label, and how long it stood still.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.errors import EngineLostError, WeightError
+
+
+async def replace_weights(llm: Any, shared: Mapping[str, Any], weight_version: int, *, is_recomputed: bool) -> float:
+    """Pause, apply in the workers, label, resume; returns the seconds of the pause.
+
+    shared: what `SharedWeights.write` returned. is_recomputed: keys and values of the tokens so far are
+    made anew. Raises EngineLostError, or WeightError: nobody knows then which weights there are.
+    """
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        # As `pause_generation` does, without its moment of waiting for outputs to be read. It
+        # returns when the step under way is done: from here on generation stands still.
+        await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=is_recomputed)
+        started = time.perf_counter()
+        await llm.start_weight_update()
+        await llm.update_weights(WeightTransferUpdateRequest(update_info={"shared": shared}))
+        await llm.finish_weight_update(weight_version=str(weight_version))
+        await llm.resume_generation()
+    except EngineDeadError as error:
+        raise EngineLostError(f"vLLM has ended: {error}") from error
+    except Exception as error:
+        raise WeightError(f"vLLM could not apply weights {weight_version}: {error}") from error
+    return time.perf_counter() - started
