@@ -190,8 +190,6 @@ class Fleet:
             trainer=_text(trainer),
         )
 
-    # --- weights -------------------------------------------------------------------------------
-
     async def forget_run(self) -> int:
         """Remove every key of this run, groups and accounts included. Returns how many keys that were.
 
@@ -208,6 +206,8 @@ class Fleet:
             )
         keys = [key async for key in self._redis.scan_iter(match=self._keys.pattern, count=1000)]
         return int(await self._redis.unlink(*keys)) if keys else 0
+
+    # --- weights -------------------------------------------------------------------------------
 
     async def set_endpoints(self, endpoints: Endpoints) -> None:
         """Say where weights are published."""
@@ -254,10 +254,7 @@ class Fleet:
 
     async def trainer_holder(self) -> tuple[str, float] | None:
         """Who has the right to train, and for how many seconds more unless it is prolonged; None where nobody has."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.get(self._keys.trainer_lock)
-            pipe.pttl(self._keys.trainer_lock)
-            holder, left_ms = await pipe.execute()
+        holder, left_ms = await self._transact(("GET", self._keys.trainer_lock), ("PTTL", self._keys.trainer_lock))
         return None if holder is None else (holder.decode(), max(0, left_ms) / 1000)
 
     async def _lock(self, worker_id: str, ttl_s: float, how: str) -> bool:

@@ -11,6 +11,7 @@ from pydantic import SecretStr
 from pipeline.config import QueueSettings, RedisSettings
 from pipeline.embedded import EmbeddedServer
 from pipeline.errors import ConfigError
+from pipeline.fleet import Fleet
 from pipeline.keys import Keys, Stream
 from pipeline.streams import Entry, Moved, Streams, connect
 from tests.streams.conftest import entries
@@ -69,12 +70,14 @@ async def test_an_outage_longer_than_the_clients_patience_is_waited_for(tmp_path
         await asyncio.to_thread(server.stop)
         feeding = asyncio.create_task(streams.feed(entries(1), limit=1))
         committing = asyncio.create_task(streams.commit(["00000007"]))
-        done, _ = await asyncio.wait([claiming, feeding, committing], timeout=1.0)
+        asking = asyncio.create_task(Fleet(other, keys).trainer_holder())
+        done, _ = await asyncio.wait([claiming, feeding, committing, asking], timeout=1.0)
         assert not done
         server = await asyncio.to_thread(EmbeddedServer.start, tmp_path, True)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             assert await feeding == 1
             assert await committing == 0
+            assert await asking is None
             (lease,) = await claiming
         assert lease.group_id == "00000000"
     finally:
