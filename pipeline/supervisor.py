@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipeline.crashes import Crashes
+from pipeline.shutdown import PARENT_VARIABLE
 
 USAGE = 2
 DRAIN_TIMED_OUT = 4
@@ -41,7 +42,7 @@ class WorkerSpec:
 
     def full_environ(self) -> dict[str, str]:
         inherited = {name: value for name, value in os.environ.items() if name not in self.unset}
-        return {**inherited, "PYTHONUNBUFFERED": "1", **self.environ, "ROLLSTREAM_PARENT_PID": str(os.getpid())}
+        return {**inherited, "PYTHONUNBUFFERED": "1", **self.environ, PARENT_VARIABLE: str(os.getpid())}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
