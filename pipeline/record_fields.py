@@ -74,6 +74,7 @@ _MISMATCH = (
     _field("truncated_fraction", "0 to 1", "tokens whose weight was cut to truncation", "below 0.05"),
     _field("nonfinite_tokens", "tokens", "masked because a number was impossible", "0"),
     _field("unreplayed_tokens", "tokens", "cut by top-p or top-k without a mask to replay", "0"),
+    _field("unrouted_tokens", "tokens", "trained without a record of the experts to replay", "0"),
 )
 _TIMES = (
     _field("weight_version", "version", "of the weights after the step", "rises"),
