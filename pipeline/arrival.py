@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from pipeline.config import Config
-from pipeline.config_files import fingerprint, mask_url, show
+from pipeline.config_files import fingerprint, server_name, show
 from pipeline.connection import connect, passes, refusal
 from pipeline.context import WorkerContext
 from pipeline.errors import ConfigError
@@ -51,15 +51,11 @@ class Arrival:
                         return context
                 except (RedisError, OSError) as error:
                     if why := refusal(error):
-                        raise ConfigError(f"{self._server}: {why}") from None
+                        raise ConfigError(f"{server_name(self._config.redis)}: {why}") from None
                     # Whatever else it says may pass: starting, loading, full, read-only, not there.
                     self._state.wait_for(f"{REDIS} ({error})")
                 await self._state.wait_for_any(timeout_s=_RETRY_S)
         return None
-
-    @property
-    def _server(self) -> str:
-        return f"redis.url = {mask_url(self._config.redis.url.get_secret_value())}"
 
     async def rejoin(self, context: WorkerContext) -> str:
         """Make what the run needs in Redis, if it is not there; returns the run's id."""
@@ -72,7 +68,8 @@ class Arrival:
         except ResponseError as error:
             if passes(error) or refusal(error):
                 raise
-            raise ConfigError(f"{self._server}: the server does not let this worker in: {error}") from None
+            server = server_name(self._config.redis)
+            raise ConfigError(f"{server}: the server does not let this worker in: {error}") from None
         if self._joins:
             context.run_id = await self.rejoin(context)
         context.state.control = await context.fleet.register(Heartbeat(context, self).info())

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
+EMBEDDED = "embedded"
+
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -42,10 +44,15 @@ class RedisSettings(Section):
     """Where the queues live."""
 
     url: SecretStr = Field(
-        SecretStr("embedded"),
+        SecretStr(EMBEDDED),
         description='"embedded": a private Valkey, for `demo` and `up`; else a redis://, rediss:// or unix:// URL.',
     )
     socket_timeout_s: Seconds = Field(30.0, description="A call that takes longer is retried.")
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether the run has a private server of its own, which `up` starts."""
+        return self.url.get_secret_value() == EMBEDDED
 
 
 class QueueSettings(Section):

@@ -158,10 +158,10 @@ def _rewards(report: Report) -> None:
 def _server(report: Report) -> None:
     """Never a problem: the server may be started later, or be out of reach from here."""
     from pipeline.doctor import Level, examine_server
-    from pipeline.server_address import find_server
+    from pipeline.server_address import is_without_server
 
     config = report.config
-    if config.redis.url.get_secret_value() == "embedded" and find_server(config.run_dir) is None:
+    if is_without_server(config):
         report.saw("server", "a private one, which `rollstream up` starts")
         return
     for finding in examine_server(config):

@@ -16,13 +16,13 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from pipeline.config import Config
-from pipeline.config_problems import disagreements, mask_url, problems_of, unknown_setting
+from pipeline.config_problems import disagreements, mask_url, problems_of, server_name, unknown_setting
 from pipeline.config_reference import render_reference, schema, sections, settings, to_toml
 from pipeline.config_sources import Layered, parse_value, read_toml, single_settings
 from pipeline.errors import ConfigError
 from pipeline.messages import Json
 
-__all__ = ["fingerprint", "load_config", "mask_url", "masked", "render_reference", "schema", "show"]
+__all__ = ["fingerprint", "load_config", "mask_url", "masked", "render_reference", "schema", "server_name", "show"]
 
 _AGREED = (
     "run.seed",

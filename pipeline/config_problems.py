@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from pipeline.config import Config, RewardSettings
+from pipeline.config import EMBEDDED, Config, RedisSettings, RewardSettings
 from pipeline.config_reference import plain_default, sections, settings, to_toml
 from pipeline.config_sources import Layered, SettingPath
 from pipeline.errors import ConfigError
@@ -27,6 +27,11 @@ _PASSWORD = re.compile(r"(?P<before>//[^:/?#\s]*:).*(?P<after>@)|(?P<key>[?&]pas
 def mask_url(url: str) -> str:
     """The URL with its password replaced by three stars."""
     return _PASSWORD.sub(lambda match: f"{match['before']}***@" if match["before"] else f"{match['key']}***", url)
+
+
+def server_name(redis: RedisSettings) -> str:
+    """The server as messages name it: `redis.url = redis://user:***@host:6379/0`."""
+    return f"redis.url = {mask_url(redis.url.get_secret_value())}"
 
 
 def problems_of(error: ValidationError, written: Layered) -> list[str]:
@@ -95,7 +100,7 @@ def _engine_problems(config: Config) -> list[str]:
 
 def _url_problems(url: str) -> list[str]:
     """redis-py takes database 0 where it cannot read the number, and so would use another than was meant."""
-    if url == "embedded":
+    if url == EMBEDDED:
         return []
     if not url.startswith(("redis://", "rediss://", "unix://")):
         return ['should be "embedded" or begin with redis://, rediss:// or unix://']

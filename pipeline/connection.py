@@ -37,11 +37,10 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as Unreachable
 from redis.exceptions import TimeoutError as TooLate
 
-from pipeline.config import RedisSettings
+from pipeline.config import EMBEDDED, RedisSettings
 from pipeline.errors import ConfigError, RunConflictError
 from pipeline.keys import CONSUMER_GROUP, Keys
 
-EMBEDDED = "embedded"
 _Result = TypeVar("_Result")
 
 # redis-py tries again for about a minute; longer outages are waited for in `until_accepted`.
@@ -152,7 +151,8 @@ def passes(error: Exception) -> bool:
     """Whether the server may accept the same call later: full, read-only, loading, busy, its disk full."""
     names = ("OOM", "READONLY", "MISCONF", "LOADING", "BUSY ", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN")
     temporary = (BusyLoadingError, NoScriptError, OutOfMemoryError, ReadOnlyError)
-    return isinstance(error, temporary) or _said(error).startswith(names)
+    is_temporary = isinstance(error, temporary) or isinstance(error.__cause__, temporary)
+    return is_temporary or _said(error).startswith(names)
 
 
 def is_away(error: Exception) -> bool:

@@ -186,7 +186,7 @@ def examine_server(config: Config) -> list[Finding]:
     """The server of the settings; where it is to be embedded, a running one or a trial start."""
     url = config.redis.url.get_secret_value()
     with ExitStack() as stack:
-        if url == "embedded":
+        if config.redis.is_embedded:
             found = find_server(config.run_dir)
             try:
                 url = found or stack.enter_context(EmbeddedServer.start()).url

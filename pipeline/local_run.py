@@ -91,7 +91,7 @@ class LocalRun:
             _lock(stack.enter_context((run_dir / "up.lock").open("a+")), self.config)
             # As the user wrote them: the address of a private server ends with it, and workers have it from us.
             self.config_file.write_text(show(_on_one_machine(self.config)), encoding="utf-8")
-            if self.config.redis.url.get_secret_value() == "embedded":
+            if self.config.redis.is_embedded:
                 self._start_server(stack, run_dir)
             self._open = stack.pop_all()
         return self

@@ -43,6 +43,11 @@ def find_server(run_dir: Path) -> str | None:
     return url if psutil.pid_exists(pid) else None
 
 
+def is_without_server(config: Config) -> bool:
+    """Whether the run has a server of its own, which ends with its `up`, and no `up` is there."""
+    return config.redis.is_embedded and find_server(config.run_dir) is None
+
+
 def kept_dir(config: Config) -> Path:
     """Where the private server of a run keeps its data."""
     return config.run_dir / "redis"
@@ -54,7 +59,7 @@ def with_server(config: Config, words: str = "") -> Config:
     words: the options by which a command finds these settings. Raises ConfigError where the server
     is to be embedded and no `up` of this run is there.
     """
-    if config.redis.url.get_secret_value() != "embedded":
+    if not config.redis.is_embedded:
         return config
     url = find_server(config.run_dir)
     if url is None:

@@ -21,7 +21,6 @@ from pipeline.keys import Keys, Stream
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-    from pipeline.config import Config
     from pipeline.fleet import WorkerInfo
     from pipeline.leases import DeadLetter, Queued
     from pipeline.ledger import Depth, Ledger
@@ -43,9 +42,10 @@ as_count = click.option("-n", "--count", type=click.IntRange(min=1), default=10,
 @as_json
 def status(sources: Sources, is_watch: bool, is_json: bool) -> int:
     """Show queues, workers, progress, and which stage limits the rate; of a run that has ended, how it ended."""
+    from pipeline.server_address import is_without_server
     from pipeline.status import render
 
-    is_watch = is_watch and not _is_without_server(sources.load())
+    is_watch = is_watch and not is_without_server(sources.load())
     while True:
         now = _collect_status(sources)
         if is_json:
@@ -225,18 +225,12 @@ def list_checkpoints(sources: Sources, is_json: bool) -> int:
     return 0
 
 
-def _is_without_server(config: Config) -> bool:
-    """Whether the run's own server has ended with its `up`."""
-    from pipeline.server_address import find_server
-
-    return config.redis.url.get_secret_value() == "embedded" and find_server(config.run_dir) is None
-
-
 def _collect_status(sources: Sources) -> RunStatus:
     from pipeline.run_record import as_status, complete, read_record
+    from pipeline.server_address import is_without_server
 
     config = sources.load()
-    if _is_without_server(config) and (record := read_record(config.run_dir)) is not None:
+    if is_without_server(config) and (record := read_record(config.run_dir)) is not None:
         return as_status(record)
 
     async def body(redis: Redis, keys: Keys) -> RunStatus:

@@ -118,10 +118,9 @@ def with_redis(sources: Sources, body: Callable[[Redis, Keys], Awaitable[R]], *,
 def _served(config: Config, words: str, *, starts_server: bool) -> Iterator[Config]:
     """The settings with the address of a server that is there."""
     from pipeline.local_run import kept_server
-    from pipeline.server_address import find_server, kept_dir, with_server
+    from pipeline.server_address import is_without_server, kept_dir, with_server
 
-    is_embedded = config.redis.url.get_secret_value() == "embedded"
-    if starts_server and is_embedded and find_server(config.run_dir) is None and kept_dir(config).is_dir():
+    if starts_server and is_without_server(config) and kept_dir(config).is_dir():
         with kept_server(config) as resolved:
             yield resolved
         return
@@ -133,11 +132,11 @@ def _explained(error: Exception, config: Config) -> Exception:
     from redis.exceptions import ConnectionError as Unreachable
     from redis.exceptions import TimeoutError as TooLate
 
-    from pipeline.config_files import mask_url
+    from pipeline.config_files import server_name
     from pipeline.connection import passes, refusal
     from pipeline.errors import ConfigError, ServiceUnavailableError
 
-    server = f"redis.url = {mask_url(config.redis.url.get_secret_value())}"
+    server = server_name(config.redis)
     if why := refusal(error):
         return ConfigError(f"{server}: {why}")
     if passes(error):
