@@ -11,19 +11,16 @@ import asyncio
 import time
 
 from redis.asyncio import Redis
-from redis.exceptions import AuthenticationError, AuthorizationError, BusyLoadingError, RedisError
-from redis.exceptions import ConnectionError as Unreachable
-from redis.exceptions import TimeoutError as TooLate
+from redis.exceptions import RedisError
 
 from pipeline.config import Config
-from pipeline.config_files import fingerprint, mask_url, show
-from pipeline.connection import connect
+from pipeline.config_files import fingerprint, server_name, show
+from pipeline.connection import connect, is_away, passes
 from pipeline.errors import ServiceUnavailableError
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys
 
 _PATIENCE_S, _RETRY_S = 4.0, 0.2
-_ANSWERS = (AuthenticationError, AuthorizationError, BusyLoadingError)
 
 
 async def make_contact(config: Config, *, patience_s: float = _PATIENCE_S) -> None:
@@ -45,17 +42,15 @@ async def _reach(redis: Redis, config: Config, patience_s: float) -> None:
     while True:
         try:
             await redis.ping()
-        except (Unreachable, TooLate, OSError) as error:
-            if isinstance(error, _ANSWERS) or isinstance(error.__cause__, _ANSWERS):
-                return
+        except (RedisError, OSError) as error:
+            if passes(error) or not (is_away(error) or isinstance(error, OSError)):
+                return  # an answer, if not the one that was wanted
             if time.monotonic() > deadline:
-                url, why = mask_url(config.redis.url.get_secret_value()), str(error).rstrip(".")
+                server, why = server_name(config.redis), str(error).rstrip(".")
                 raise ServiceUnavailableError(
-                    f"redis.url = {url}: no server answers there ({why}). Start it, set redis.url or REDIS_URL to "
-                    'another, or use redis.url = "embedded" for a private one'
+                    f"{server}: no server answers there ({why}). Start it, set redis.url or REDIS_URL to another, "
+                    'or use redis.url = "embedded" for a private one'
                 ) from None
             await asyncio.sleep(_RETRY_S)
-        except RedisError:
-            return
         else:
             return
