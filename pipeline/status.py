@@ -14,6 +14,7 @@ from pipeline.limits import Limit, limiting_stage
 from pipeline.messages import Json
 from pipeline.roster import WorkerInfo
 from pipeline.run_status import RunStatus, collect
+from pipeline.tables import table
 
 __all__ = ["Limit", "RunStatus", "collect", "limiting_stage", "render", "stream_table", "worker_table"]
 
@@ -68,7 +69,7 @@ def stream_table(streams: Mapping[Stream, Depth]) -> list[str]:
         )
         for name, depth in streams.items()
     ]
-    return _table(("stream", "groups", "waiting", "in work", "oldest waiting", "oldest in work"), rows)
+    return table(("stream", "groups", "waiting", "in work", "oldest waiting", "oldest in work"), rows)
 
 
 def _ledger(status: RunStatus) -> list[str]:
@@ -102,7 +103,7 @@ def worker_table(workers: Sequence[WorkerInfo], *, has_address: bool = False) ->
         )
         for worker in workers
     ]
-    return _table([*headers, *(["address"] if has_address else [])], rows)
+    return table([*headers, *(["address"] if has_address else [])], rows)
 
 
 def _said(name: str, value: float | None, form: str = "d") -> list[str]:
@@ -115,9 +116,3 @@ def _field(value: Json, form: str) -> str:
 
 def _age(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds else ""
-
-
-def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    cells = [headers, *rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
-    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in cells]

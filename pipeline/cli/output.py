@@ -12,6 +12,8 @@ from typing import Any
 
 import click
 
+from pipeline.tables import table
+
 
 def echo_json(value: object) -> None:
     """One line of JSON. Dataclasses become objects; what JSON does not know becomes a string."""
@@ -20,13 +22,7 @@ def echo_json(value: object) -> None:
 
 def echo_table(headers: Sequence[str], rows: Sequence[Sequence[object]], nothing: str = "") -> None:
     """Aligned columns; the text `nothing` where there is no row."""
-    if not rows:
-        click.echo(nothing)
-        return
-    cells = [list(headers), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(headers))]
-    for line in cells:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    click.echo("\n".join(table(headers, rows)) if rows else nothing)
 
 
 def _plain(value: Any) -> Any:
