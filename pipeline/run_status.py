@@ -33,10 +33,10 @@ class RunStatus:
     weight_version: newest of the trainer. is_paused, stop_reason: what people or the trainer asked
     for. trainer: worker id that holds the trainer's lock. step, reward_mean, eval_reward,
     staleness_mean (versions): of the last step; None before that. max_staleness: its bound, as the
-    trainer has it. tokens_per_s (trained) and
-    generated_tokens_per_s (sum over generators): over the last minute. streams: by name, in order of
-    flow. ledger: where all groups went; ledger_balances: whether it adds up. workers: lost ones included.
-    limit: what holds the run back. redis_memory_bytes: None where the server does not tell.
+    trainer has it. tokens_per_s (trained) and generated_tokens_per_s (sum over generators): over the
+    last minute. streams: by name, in order of flow. ledger: where all groups went; ledger_balances:
+    whether it adds up. workers: lost ones included. limit: what holds the run back.
+    redis_memory_bytes: None where the server does not tell.
     """
 
     run: str
