@@ -144,8 +144,6 @@ def _rows(report: Report, subject: str, dataset: Dataset) -> None:
 def _rewards(report: Report) -> None:
     from pipeline.rewards import TrialRow, load_rewards
 
-    if not report.config.scoring.rewards:
-        raise ConfigError("scoring.rewards is empty: name at least one reward function in a [[scoring.rewards]] table")
     rows = [
         TrialRow(where=dataset.where(index), prompt=dataset[index].prompt, columns=dataset[index].columns)
         for dataset in report.datasets
