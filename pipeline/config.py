@@ -175,6 +175,11 @@ class GenerationSettings(Section):
     )
     openai: OpenAiSettings = Field(default_factory=OpenAiSettings)
 
+    @property
+    def needs_sampling_mask(self) -> bool:
+        """Whether top_p or top_k cuts tokens away, and which were left is to be replayed."""
+        return self.replay_sampling_mask and (self.top_p < 1.0 or self.top_k > 0)
+
 
 class RewardSettings(Section):
     """One reward function."""

@@ -94,8 +94,7 @@ def _complaints(vllm: Mapping[str, Any], config: Config, context: int) -> Iterat
             f"its context is {model.get('max_model_len')} tokens, the run's {context}; "
             f"start it with --max-model-len {context}, or lower model.max_context"
         )
-    is_truncated = generation.top_p < 1.0 or generation.top_k > 0
-    if is_truncated and generation.replay_sampling_mask and not model.get("return_sampling_mask"):
+    if generation.needs_sampling_mask and not model.get("return_sampling_mask"):
         yield (
             "it does not say which tokens top_p and top_k left; start it with --return-sampling-mask, "
             "or set generation.replay_sampling_mask = false"

@@ -22,7 +22,7 @@ from pipeline.engines.openai_answers import Answer, ForeignWeightsError, Passing
 from pipeline.engines.openai_checks import api_key, base_url, can_fetch, check_server, served_name
 from pipeline.engines.openai_http import Connection
 from pipeline.engines.vllm_outputs import Segment
-from pipeline.engines.vllm_worker import STATUS
+from pipeline.engines.vllm_worker import PATH, STATUS
 from pipeline.errors import ConfigError, RollstreamError
 from pipeline.logs import get_logger
 from pipeline.weights import Endpoints
@@ -107,7 +107,7 @@ class RemoteServer:
         if not self.is_local and not is_fetching:
             raise ConfigError(
                 "it shares no memory with this process, so its workers fetch weights themselves; "
-                "start it with --worker-extension-cls pipeline.engines.vllm_worker.Extension"
+                f"start it with --worker-extension-cls {PATH}"
             )
         if is_to_own:
             await self._own()

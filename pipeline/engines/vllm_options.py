@@ -73,7 +73,7 @@ def engine_arguments(config: Config, *, dtype: str, context: int, is_cpu: bool) 
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": BACKEND},
         "enable_prefix_caching": True,
-        "return_sampling_mask": _is_truncated(generation) and generation.replay_sampling_mask,
+        "return_sampling_mask": generation.needs_sampling_mask,
         "enable_return_routed_experts": generation.replay_routing,
         "use_tqdm_on_load": False,
     }
@@ -108,7 +108,3 @@ def prepare_environment(generation: GenerationSettings, environ: MutableMapping[
 def _lora_rank_size(rank: int) -> int:
     """The smallest size for adapters that vLLM has and that holds `rank`."""
     return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
-
-
-def _is_truncated(generation: GenerationSettings) -> bool:
-    return generation.top_p < 1.0 or generation.top_k > 0
