@@ -53,7 +53,7 @@ class Watch:
         return [ended.code for ended in self.exits if ended.name == name]
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not condition():
                 self.changed.clear()
                 await self.changed.wait()
@@ -82,7 +82,7 @@ def runs(pid: int) -> bool:
 
 async def ended(pids: Sequence[int]) -> None:
     """Wait until none of these processes runs."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while any(runs(pid) for pid in pids):  # noqa: ASYNC110 - other processes set no event
             await asyncio.sleep(0.02)
 
@@ -298,7 +298,7 @@ async def test_workers_know_their_parent_and_not_what_was_taken_from_them() -> N
 def test_a_signal_drains_the_workers_of_a_supervisor_process() -> None:
     process = supervisor_process()
     os.kill(process.pid, signal.SIGTERM)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "drained" in output
 
@@ -316,7 +316,7 @@ sys.exit(asyncio.run(Supervisor([script('a', DRAINS)], drain_timeout_s=20, on_li
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent
     )
     assert process.stdout is not None
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while process.stdout.readline().strip() != "ready":
         assert time.monotonic() < deadline
     return process

@@ -125,7 +125,7 @@ class Handler(BaseHTTPRequestHandler):
     def hang(self) -> None:
         """Accept, and then nothing, until the test is over."""
         self.stream()
-        self.server.is_over.wait(30)
+        self.server.is_over.wait(120)
         self.close_connection = True
 
 

@@ -81,22 +81,23 @@ async def test_a_sequence_takes_its_time_and_sequences_beyond_the_slots_wait() -
     engine = await started(max_num_seqs=4, tokens_per_s=1000, length_mean=100)
     started_at = time.monotonic()
     await asyncio.gather(*(engine.generate(group(i, group_size=4)) for i in range(2)))
-    assert 0.19 < time.monotonic() - started_at < 2
+    assert 0.19 < time.monotonic() - started_at < 20
 
 
 async def test_an_update_in_mid_sequence_is_where_the_tokens_were_in_time() -> None:
-    engine = await started(tokens_per_s=1000, length_mean=300)
+    engine = await started(tokens_per_s=1000, length_mean=1500)
     task = asyncio.create_task(engine.generate(group()))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while engine.num_tokens_generated < 400:  # noqa: ASYNC110  time itself is what is waited for
             await asyncio.sleep(0.005)
-    made = engine.num_tokens_generated // 4
+    made_before = engine.num_tokens_generated // 4
     await engine.apply_weights(weights(1))
     await engine.apply_weights(weights(2))
+    made_after = engine.num_tokens_generated // 4
     for completion in await task:
         first, second = completion.spans
         assert (first.weight_version, first.first_token, second.weight_version) == (0, 0, 2)
-        assert abs(second.first_token - made) < 50
+        assert made_before <= second.first_token <= made_after + 1
         assert len(completion.token_versions) == len(completion)
 
 

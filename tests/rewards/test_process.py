@@ -29,7 +29,7 @@ asyncio.run(main())
 """
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
