@@ -60,6 +60,13 @@ class Ledger:
         evaluation = self.eval_done + self.eval_dead + self.eval_live
         return self.fed == training and self.eval_fed == evaluation
 
+    @property
+    def equation(self) -> str:
+        """`fed 12 = trained 8 + dropped 1 (stale 1) + dead 0 + live 3`, as every command says it."""
+        reasons = ", ".join(f"{reason} {count}" for reason, count in self.dropped.items() if count)
+        dropped = f"{self.num_dropped} ({reasons})" if reasons else "0"
+        return f"fed {self.fed} = trained {self.trained} + dropped {dropped} + dead {self.dead} + live {self.live}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Depth:

@@ -24,19 +24,10 @@ def summary_lines(config: Config, ledger: Ledger | None, *, seconds: float) -> I
     steps = [row["step"] for row in rows if "reward_mean" in row]
     yield ", ".join([*parts, f"{max(steps, default=0)} steps, {_duration(seconds)}"])
     if ledger is not None:
-        yield ledger_line(ledger)
+        yield f"ledger: {ledger.equation}"
     newest = Checkpoints(config.run_dir / "checkpoints", config.checkpoint).latest()
     yield f"checkpoint: {newest.path if newest else 'none'}"
     yield f"records: {config.run_dir}"
-
-
-def ledger_line(ledger: Ledger) -> str:
-    """The equation of the run's groups, with its numbers."""
-    reasons = ", ".join(f"{reason} {count}" for reason, count in ledger.dropped.items() if count)
-    return (
-        f"ledger: {ledger.fed} groups fed = {ledger.trained} trained + {ledger.num_dropped} dropped"
-        f"{f' ({reasons})' if reasons else ''} + {ledger.dead} dead + {ledger.live} live"
-    )
 
 
 def _first_and_last(what: str, rows: Sequence[Mapping[str, Any]], name: str) -> Iterator[str]:

@@ -74,11 +74,8 @@ def stream_table(streams: Mapping[Stream, Depth]) -> list[str]:
 
 def _ledger(status: RunStatus) -> list[str]:
     ledger = status.ledger
-    reasons = " ".join(f"{reason} {count}" for reason, count in ledger.dropped.items() if count)
-    dropped = f"{ledger.num_dropped} ({reasons})" if reasons else "0"
     verdict = "" if status.ledger_balances else "   DOES NOT BALANCE"
-    right = f"trained {ledger.trained} + dropped {dropped} + dead {ledger.dead} + live {ledger.live}"
-    lines = [f"fed {ledger.fed} = {right}{verdict}"]
+    lines = [f"{ledger.equation}{verdict}"]
     extra = [f"uncommitted {ledger.uncommitted}"] if ledger.uncommitted else []
     extra += [f"refused {ledger.refused}"] if ledger.refused else []
     if ledger.eval_fed:

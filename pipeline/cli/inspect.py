@@ -99,10 +99,7 @@ def streams(context: click.Context, sources: Sources, is_json: bool) -> int:
         return 0
     click.echo("\n".join(stream_table(depths)))
     verdict = "balances" if ledger.balances else "DOES NOT BALANCE"
-    click.echo(
-        f"ledger {verdict}: fed {ledger.fed} = trained {ledger.trained} + dropped {ledger.num_dropped}"
-        f" + dead {ledger.dead} + live {ledger.live}"
-    )
+    click.echo(f"ledger {verdict}: {ledger.equation}")
     return 0
 
 

@@ -25,7 +25,6 @@ from pipeline.fleet import Fleet
 from pipeline.keys import Keys
 from pipeline.local_run import Crew, LocalRun
 from pipeline.recorder import plot_curve
-from pipeline.run_summary import ledger_line
 from pipeline.streams import Ledger, connect
 
 _POLL_S = 0.5
@@ -64,7 +63,8 @@ def run_demo(
         prepared, run_dir=directory, name=name, seed=seed, engine=engine, steps=steps, max_staleness=max_staleness
     )
     generators = generators or _DEFAULT_GENERATORS[engine]
-    click.echo(f"running: {generators} generators, {scorers} scorers, 1 trainer, 1 exporter, 1 Valkey server")
+    crew = f"{_counted(generators, 'generator')}, {_counted(scorers, 'scorer')}"
+    click.echo(f"running: {crew}, 1 trainer, 1 exporter, 1 Valkey server")
     rl_started = time.monotonic()
     code, observed = asyncio.run(_run(config, Crew(num_generators=generators, num_scorers=scorers)))
     rl_wall_s = time.monotonic() - rl_started
@@ -123,7 +123,7 @@ def _show(config: Config, summary: dict[str, Any], ledger: Ledger | None) -> Non
     )
     click.echo(f"{summary['mixed_completions']} completions went on in mid-sentence while the weights changed")
     if ledger is not None:
-        click.echo(ledger_line(ledger))
+        click.echo(f"ledger: {ledger.equation}")
     curve = plot_curve(
         config.run_dir,
         config.run_dir / "curve.png",
@@ -133,6 +133,10 @@ def _show(config: Config, summary: dict[str, Any], ledger: Ledger | None) -> Non
     if curve is not None:
         click.echo(f"learning curve: {curve}")
     click.echo(f"run directory: {config.run_dir}")
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _free_name(directory: Path) -> str:

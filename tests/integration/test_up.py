@@ -233,7 +233,7 @@ def test_an_up_that_is_done_sums_up_and_does_not_look_like_one_that_was_ended(up
     assert not any("draining" in line for line in said)
     first, ledger, checkpoint, records = said[-4:]
     assert re.fullmatch(r"reward .* -> .*, held-out reward .* -> .*, 3 steps, \d+ s", first)
-    assert ledger == "ledger: 12 groups fed = 12 trained + 0 dropped + 0 dead + 0 live"
+    assert ledger == "ledger: fed 12 = trained 12 + dropped 0 + dead 0 + live 0"
     assert checkpoint == "checkpoint: runs/default/checkpoints/step_000003"
     assert records == "records: runs/default"
 
