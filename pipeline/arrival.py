@@ -69,7 +69,10 @@ class Arrival:
             if passes(error) or refusal(error):
                 raise
             server = server_name(self._config.redis)
-            raise ConfigError(f"{server}: the server does not let this worker in: {error}") from None
+            raise ConfigError(
+                f"{server}: the server does not let this worker in ({error}): mend the URL (REDIS_URL), or what the "
+                "server allows"
+            ) from None
         if self._joins:
             context.run_id = await self.rejoin(context)
         context.state.control = await context.fleet.register(Heartbeat(context, self).info())

@@ -142,5 +142,7 @@ def _explained(error: Exception, config: Config) -> Exception:
     if passes(error):
         return ServiceUnavailableError(f"{server}: the server does not take this now ({error}); try again when it does")
     if isinstance(error, (Unreachable, TooLate, OSError)):
-        return ServiceUnavailableError(f"{server}: the server does not answer ({type(error).__name__})")
+        return ServiceUnavailableError(
+            f"{server}: the server does not answer ({type(error).__name__}); start it, or mend redis.url (REDIS_URL)"
+        )
     return error
