@@ -13,10 +13,11 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, SupportsFloat, TypeAlias, cast
+from typing import Any, SupportsFloat, TypeAlias
 
 import structlog
 
+from pipeline.json_values import plain_json
 from pipeline.messages import Completion, Json, Score, ScoredGroup
 
 METRICS_FILE = "metrics.jsonl"
@@ -44,7 +45,7 @@ class Recorder:
 
     def metrics(self, step: int, values: Values) -> None:
         """One record of a step. Several records of one step are read as one."""
-        self._append(METRICS_FILE, [self._head(step) | {name: _plain(value) for name, value in values.items()}])
+        self._append(METRICS_FILE, [self._head(step) | {name: plain_json(value) for name, value in values.items()}])
 
     def samples(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         """One record for each group, with its completions and their rewards."""
@@ -137,18 +138,6 @@ def _ends_with_newline(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def _plain(value: SupportsFloat | Json | Mapping[str, SupportsFloat]) -> Json:
-    """A JSON value; what JSON cannot say (NaN, infinity) becomes null."""
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    number = float(value)
-    return number if math.isfinite(number) else None
-
-
 def _sample(group: ScoredGroup) -> dict[str, Json]:
     prompt = group.rollout.prompt
     completions: list[Json] = [
@@ -160,8 +149,8 @@ def _sample(group: ScoredGroup) -> dict[str, Json]:
         "is_evaluation": prompt.is_evaluation,
         "dataset_index": prompt.dataset_index,
         "epoch": prompt.epoch,
-        "prompt": _plain(cast(Json, prompt.prompt)),
-        "columns": _plain(dict(prompt.columns)),
+        "prompt": plain_json(prompt.prompt),
+        "columns": plain_json(prompt.columns),
         "completions": completions,
         "generator": group.rollout.generator,
         "scorer": group.scorer,

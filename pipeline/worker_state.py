@@ -7,14 +7,13 @@ connection, so that it can be read from any thread.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Awaitable, Mapping
 from enum import StrEnum
-from numbers import Integral, Real
 from typing import TypeVar
 
 from pipeline.fleet import Control
+from pipeline.json_values import plain_json
 from pipeline.messages import Json
 
 # The loop says that it turns twice a second; after this long without a word it counts as stuck.
@@ -115,7 +114,7 @@ class WorkerState:
 
     def note(self, fields: Mapping[str, object]) -> None:
         """Keep what the worker says of itself, as JSON values."""
-        self.fields.update({name: json_value(value) for name, value in fields.items()})
+        self.fields.update({name: plain_json(value) for name, value in fields.items()})
 
     def turned(self) -> None:
         """The event loop goes round."""
@@ -165,18 +164,3 @@ class WorkerState:
             "busy_with": self._busy_with,
             "busy_s": round(time.monotonic() - self._busy_since, 1) if self._busy_with else 0.0,
         }
-
-
-def json_value(value: object) -> Json:
-    """The value as JSON can hold it: numpy's numbers become Python's, what is not finite None."""
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): json_value(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_value(item) for item in value]
-    return str(value)
