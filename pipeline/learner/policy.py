@@ -71,18 +71,7 @@ class PolicyLearner:
         device = resolve_device(trainer.device, setting="trainer.device")
         dtype = resolve_dtype(trainer.dtype, device)
         is_narrow = dtype is not torch.float32
-        model = cast(
-            CausalModel,
-            load_model(
-                config.model,
-                config.lora,
-                device=device,
-                # Frozen weights below an adapter need no float32 copy; the adapter itself stays float32.
-                dtype=dtype if config.lora.rank else torch.float32,
-                seed=config.run.seed,
-                trainable=True,
-            ),
-        )
+        model = _load_trainable(config, device, dtype)
         needs_copy = config.algorithm.kl_coef > 0 and not config.lora.rank
         reference = frozen_copy(model) if needs_copy else None
         replay = RoutingReplay(model) if config.generation.replay_routing else None
@@ -217,6 +206,19 @@ class PolicyLearner:
         if event not in self._warned:
             self._warned.add(event)
             _log.warning(event, **details)
+
+
+def _load_trainable(config: Config, device: torch.device, dtype: torch.dtype) -> CausalModel:
+    """Frozen weights below an adapter need no float32 copy; all that is trained is float32."""
+    model = load_model(
+        config.model,
+        config.lora,
+        device=device,
+        dtype=dtype if config.lora.rank else torch.float32,
+        seed=config.run.seed,
+        trainable=True,
+    )
+    return cast(CausalModel, model)
 
 
 def _enable_checkpointing(model: CausalModel, replay: RoutingReplay | None) -> None:

@@ -104,13 +104,7 @@ def evaluation_groups(
     when none is left.
     """
     number = settings.num_prompts or len(dataset)
-    sampling = replace(
-        sampling,
-        group_size=settings.group_size,
-        temperature=settings.temperature,
-        keep_sampling_mask=False,
-        keep_routed_experts=False,
-    )
+    sampling = _sampling_of_evaluation(sampling, settings)
     encoded = ((index, _token_ids(dataset, index, encode)) for index in range(min(number, len(dataset))))
     groups = [
         PromptGroup(
@@ -133,6 +127,17 @@ def evaluation_groups(
     if not groups:
         raise _all_too_long(dataset, max_prompt_tokens)
     return groups
+
+
+def _sampling_of_evaluation(sampling: SamplingParams, settings: EvaluationSettings) -> SamplingParams:
+    """Nothing is kept for a replay: these completions are never trained on."""
+    return replace(
+        sampling,
+        group_size=settings.group_size,
+        temperature=settings.temperature,
+        keep_sampling_mask=False,
+        keep_routed_experts=False,
+    )
 
 
 def prompt_lengths(dataset: Dataset, encode: Encode) -> list[int]:
