@@ -15,7 +15,7 @@ import gc
 import os
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Config
@@ -23,11 +23,12 @@ from pipeline.engines.architecture import end_token_ids
 from pipeline.engines.shared_weights import SharedWeights
 from pipeline.engines.vllm_adapters import Adapter, AdapterShelf
 from pipeline.engines.vllm_options import engine_arguments, installed_version, prepare_environment, require_installed
-from pipeline.engines.vllm_outputs import Draft, Segment, TokenCounter
+from pipeline.engines.vllm_outputs import Draft, Segment, TokenCounter, all_of, drafts_of
 from pipeline.engines.vllm_requests import completion_text, sampling_values, token_limit
-from pipeline.errors import ConfigError, EngineError, EngineLostError, ModelError, WeightError
+from pipeline.engines.vllm_start import start_llm
+from pipeline.errors import EngineError, EngineLostError, ModelError, WeightError
 from pipeline.logs import get_logger
-from pipeline.messages import Completion, PromptGroup
+from pipeline.messages import Completion, PartialGroup, PromptGroup
 from pipeline.model_weights import stage_weights
 from pipeline.models import context_length, load_skeleton, load_tokenizer, resolve_device, resolve_dtype
 from pipeline.weights import WeightKind, WeightState
@@ -35,8 +36,7 @@ from pipeline.weights import WeightKind, WeightState
 if TYPE_CHECKING:
     import torch
 
-_NO_MASKS = "sampling distribution replay requires"
-_FIRST_VERSION = "0.32"  # its outputs say which weights drew each token
+_ASK_AGAIN_S = 0.05
 
 log = get_logger()
 
@@ -45,10 +45,10 @@ log = get_logger()
 class _Sequence:
     """A completion in flight. request_id: of its present request. adapter: that it is decoded with."""
 
+    draft: Draft
     request_id: str = ""
     adapter: Adapter | None = None
     is_moving: bool = False
-    draft: Draft = field(default_factory=Draft)
 
 
 class VllmEngine:
@@ -68,6 +68,7 @@ class VllmEngine:
         self._counter = TokenCounter()
         self._masks_from_logprobs = False
         self._sequences: set[_Sequence] = set()
+        self._is_interrupted = False
         self._one_update = asyncio.Lock()
 
     @property
@@ -102,23 +103,32 @@ class VllmEngine:
         if self._config.lora.rank:
             self._adapters = AdapterShelf(self._llm, self._config.lora)
 
-    async def generate(self, prompt: PromptGroup) -> tuple[Completion, ...]:
-        """`prompt.sampling.group_size` completions. Raises EngineError, or EngineLostError when vLLM has ended."""
+    async def generate(self, prompt: PromptGroup, partial: PartialGroup | None = None) -> tuple[Completion, ...]:
+        """`prompt.sampling.group_size` completions. Raises Interrupted, EngineError, or EngineLostError: vLLM ended."""
         self._check_serving()
         limit = token_limit(prompt, self._context)
-        sequences = [_Sequence() for _ in range(prompt.sampling.group_size)]
+        drafts = drafts_of(prompt, partial, limit)
+        sequences = [_Sequence(draft=draft) for draft in drafts.values()]
         self._sequences.update(sequences)
         tasks = [
             asyncio.create_task(self._complete(prompt, index, limit, sequence))
-            for index, sequence in enumerate(sequences)
+            for index, sequence in zip(drafts, sequences, strict=True)
         ]
         try:
-            return tuple(await asyncio.gather(*tasks))
+            ended = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._sequences.difference_update(sequences)
+        return all_of(prompt, partial, drafts, ended)
+
+    async def interrupt(self) -> None:
+        """End what is in flight with what there is of it; a request may be on its way, so it asks more than once."""
+        self._is_interrupted = True
+        while self._sequences:
+            await self._abort_all(self._llm)
+            await asyncio.sleep(_ASK_AGAIN_S)
 
     async def apply_weights(self, state: WeightState) -> float:
         """Check and copy while generation goes on, then replace between two steps; see the protocol.
@@ -141,18 +151,19 @@ class VllmEngine:
 
     # Generating
 
-    async def _complete(self, prompt: PromptGroup, index: int, limit: int, sequence: _Sequence) -> Completion:
-        """One completion, in as many requests as there were moves to another adapter."""
+    async def _complete(self, prompt: PromptGroup, index: int, limit: int, sequence: _Sequence) -> Completion | None:
+        """One completion, in as many requests as there were moves to another adapter; None: it was interrupted."""
         try:
-            while True:
+            while not self._is_interrupted:
                 segment = await self._segment(prompt, index, limit, sequence)
                 sequence.draft.append(segment)
                 if segment.reason is not None:
                     text = completion_text(self._tokenizer, sequence.draft.token_ids, segment.stop_text)
                     return sequence.draft.completion(segment.reason, text)
-                if not sequence.is_moving:
+                if not (sequence.is_moving or self._is_interrupted):
                     raise EngineError(f"group {prompt.group_id}: vLLM gave up a sequence")
                 self._check_serving()
+            return None
         finally:
             self._sequences.discard(sequence)
 
@@ -299,32 +310,4 @@ class VllmEngine:
             context=self._context,
             is_cpu=device.type == "cpu",
         )
-        try:
-            self._llm = _start(arguments, self._counter)
-        except ConfigError as error:
-            if not arguments["return_sampling_mask"] or _NO_MASKS not in str(error):
-                raise
-            # This runner keeps no sampling masks, so they are read off the logprobs of all tokens.
-            log.warning("masks_from_logprobs", reason=_NO_MASKS, cost="logprobs of the whole vocabulary at each token")
-            self._masks_from_logprobs = True
-            self._llm = _start(arguments | {"return_sampling_mask": False, "max_logprobs": -1}, self._counter)
-
-
-def _start(arguments: dict[str, Any], counter: TokenCounter) -> Any:
-    try:
-        from vllm import AsyncEngineArgs
-        from vllm.config import WeightTransferConfig
-        from vllm.outputs import CompletionOutput
-        from vllm.v1.engine.async_llm import AsyncLLM
-    except ImportError as error:
-        raise ConfigError(f"vLLM {installed_version()} cannot be used: {error}") from error
-    if "weight_versions" not in CompletionOutput.__dataclass_fields__:
-        raise ConfigError(
-            f"vLLM {installed_version()} does not say which weights drew a token; install {_FIRST_VERSION} or newer"
-        )
-    transfer = WeightTransferConfig(**arguments["weight_transfer_config"])
-    try:
-        engine_args = AsyncEngineArgs(**(arguments | {"weight_transfer_config": transfer}))
-        return AsyncLLM.from_engine_args(engine_args, stat_loggers=[counter.logger])
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"vLLM {installed_version()} refuses its arguments (generation.vllm): {error}") from error
+        self._llm, self._masks_from_logprobs = start_llm(arguments, self._counter)
