@@ -65,6 +65,12 @@ class Accounts:
         )
         return {group_id.decode(): payload for group_id, payload in sorted(reply.items())}
 
+    async def partial(self, group_id: str) -> bytes | None:
+        """What a generator that left has generated of a group; None where there is nothing."""
+        return await self._accepted(
+            lambda: cast(Awaitable[bytes | None], self._redis.hget(self._keys.partials, group_id))
+        )
+
     async def _range(self, key: str, count: int | None) -> list[tuple[bytes, RawFields]]:
         return cast(list[tuple[bytes, RawFields]], await self._accepted(lambda: self._redis.xrange(key, count=count)))
 

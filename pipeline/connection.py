@@ -247,6 +247,7 @@ class Scripts:
             keys.uncommitted,
             keys.evaluating,
             keys.replies,
+            keys.partials,
         )
         self._consumer = consumer
         self._life = uuid.uuid4().hex[:12]

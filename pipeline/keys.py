@@ -81,6 +81,11 @@ class Keys:
         return self._key("evaluating")
 
     @property
+    def partials(self) -> str:
+        """Hash group id -> what a generator that had to leave has generated of it."""
+        return self._key("partials")
+
+    @property
     def replies(self) -> str:
         """Hash consumer -> its last call and what it was answered, for calls whose reply got lost."""
         return self._key("replies")
@@ -108,7 +113,7 @@ class Keys:
     @property
     def types(self) -> Mapping[str, str]:
         """Key -> what Redis calls the type of what is in it."""
-        hashes = (self.ledger, self.uncommitted, self.replies, self.meta, self.control, self.workers)
+        hashes = (self.ledger, self.uncommitted, self.partials, self.replies, self.meta, self.control, self.workers)
         return {
             **dict.fromkeys((*self.streams, self.dead_letters), "stream"),
             **dict.fromkeys(hashes, "hash"),

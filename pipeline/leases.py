@@ -60,7 +60,8 @@ class Lease:
 
     attempt: 1 when no worker tried before. created_at: Unix seconds on the server's clock, when it
     came to this stream. claimed_at: monotonic seconds on ours. Fields that cannot be read are
-    empty: what to do with them is for whoever decodes the payload.
+    empty: what to do with them is for whoever decodes the payload. has_partial: a generator that left may
+    have saved what it had of it.
     """
 
     stream: Stream
@@ -72,6 +73,7 @@ class Lease:
     created_at: float
     payload: bytes
     claimed_at: float
+    has_partial: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +162,7 @@ def lease_of(stream: Stream, entry_id: bytes, fields: Sequence[bytes], attempt: 
 
 
 def _lease_of_other(stream: Stream, entry_id: bytes, fields: RawFields, attempt: int | None) -> Lease:
-    """An evaluation group, or an entry that is not as we write it."""
+    """An evaluation group, one that was begun, or an entry that is not as we write it."""
     return Lease(
         stream=stream,
         entry_id=entry_id,
@@ -171,6 +173,7 @@ def _lease_of_other(stream: Stream, entry_id: bytes, fields: RawFields, attempt:
         created_at=seconds_of(fields, b"created_at"),
         payload=fields.get(b"payload", b""),
         claimed_at=time.monotonic(),
+        has_partial=b"partial" in fields,
     )
 
 

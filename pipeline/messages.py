@@ -151,9 +151,70 @@ class Completion:
     @property
     def token_versions(self) -> npt.NDArray[np.int64]:
         """Weight version of every token, [T]."""
-        starts = [span.first_token for span in self.spans] + [len(self.token_ids)]
-        return np.repeat(
-            np.array([span.weight_version for span in self.spans], dtype=np.int64), np.diff(np.array(starts))
+        return _token_versions(self.spans, len(self))
+
+
+def _token_versions(spans: tuple[VersionSpan, ...], num_tokens: int) -> npt.NDArray[np.int64]:
+    starts = [span.first_token for span in spans] + [num_tokens]
+    return np.repeat(np.array([span.weight_version for span in spans], dtype=np.int64), np.diff(np.array(starts)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class UnfinishedCompletion:
+    """The first tokens of a completion that was interrupted; fields as in `Completion`."""
+
+    token_ids: TokenIds
+    generator_logprobs: Floats
+    spans: tuple[VersionSpan, ...]
+    sampling_mask: SamplingMask | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def token_versions(self) -> npt.NDArray[np.int64]:
+        """Weight version of every token, [T]."""
+        return _token_versions(self.spans, len(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PartialGroup:
+    """What an interrupted engine had of a group, for another one to go on from.
+
+    finished, unfinished: index in the group -> completion; those of which there was no token are in neither.
+    """
+
+    prompt: PromptGroup
+    finished: Mapping[int, Completion]
+    unfinished: Mapping[int, UnfinishedCompletion]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all completions."""
+        return sum(map(len, self.finished.values())) + sum(map(len, self.unfinished.values()))
+
+    @property
+    def newest_version(self) -> int:
+        """Weights of the last token of those to go on from; 0 without any."""
+        return max((item.spans[-1].weight_version for item in self.unfinished.values()), default=0)
+
+    def fits(self, prompt: PromptGroup) -> bool:
+        """Whether these are completions of this prompt, drawn the way it asks for."""
+        ours = self.prompt
+        return (ours.group_id, ours.ordinal, ours.sampling) == (
+            prompt.group_id,
+            prompt.ordinal,
+            prompt.sampling,
+        ) and np.array_equal(ours.prompt_token_ids, prompt.prompt_token_ids)
+
+    def since(self, oldest_version: int) -> PartialGroup:
+        """Without completions that have a token of older weights."""
+        return PartialGroup(
+            prompt=self.prompt,
+            finished={i: item for i, item in self.finished.items() if item.spans[0].weight_version >= oldest_version},
+            unfinished={
+                i: item for i, item in self.unfinished.items() if item.spans[0].weight_version >= oldest_version
+            },
         )
 
 
@@ -211,5 +272,5 @@ class Endpoints:
     public_key: str = ""
 
 
-Message: TypeAlias = PromptGroup | RolloutGroup | ScoredGroup
-AnyMessage = TypeVar("AnyMessage", PromptGroup, RolloutGroup, ScoredGroup)
+Message: TypeAlias = PromptGroup | RolloutGroup | ScoredGroup | PartialGroup
+AnyMessage = TypeVar("AnyMessage", PromptGroup, RolloutGroup, ScoredGroup, PartialGroup)

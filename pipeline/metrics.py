@@ -50,6 +50,18 @@ class Metrics(MetricTable):
         "tokens", "Tokens of the groups that were claimed.", "Prompt tokens in a generator.", roles=_STAGES
     )
     tokens_out_total = counter("tokens", "Tokens generated, or trained.", "Its rate is the throughput.", roles=_CHANNEL)
+    tokens_carried_total = counter(
+        "tokens",
+        "Tokens taken over from generators that had to leave.",
+        "Work that a drain did not cost.",
+        roles=("generator",),
+    )
+    tokens_wasted_total = counters(
+        "reason",
+        unit="tokens",
+        help="Tokens generated and not passed on, by reason.",
+        reading="too_large: raise queues.max_payload_bytes; stale: too old to be trained; mismatch: of another prompt.",
+    )
     queue_wait_seconds = histogram(
         "seconds",
         "Time that a group lay in the queue in front of this stage.",

@@ -57,7 +57,14 @@ class BusyClock:
 
 
 class HandBack(Exception):
-    """Raised by the work for a group that it will not do now; another worker takes it at once."""
+    """Raised by the work for a group that it will not do now; another worker takes it at once.
+
+    partial: what is done of it, to go on from.
+    """
+
+    def __init__(self, reason: str, *, partial: bytes | None = None) -> None:
+        super().__init__(reason)
+        self.partial = partial
 
 
 class StageWork(Protocol):
@@ -140,7 +147,8 @@ class Stage:
             await self._hand_over(lease, entry)
         except HandBack as reason:
             context.log.info("group_handed_back", group_id=lease.group_id, reason=str(reason))
-            await context.streams.release([lease])
+            saved = {} if reason.partial is None else {lease.group_id: reason.partial}
+            await context.streams.release([lease], partials=saved)
         except (UsageError, EngineLostError):
             # Nothing is wrong with the group: this worker cannot work at all.
             await context.streams.release([lease])

@@ -243,15 +243,26 @@ class Streams(Accounts):
                 outcomes += [_OUTCOMES[code] for code in codes]
         return outcomes
 
-    async def release(self, leases: Sequence[Lease], *, has_failed: bool = False) -> int:
+    async def release(
+        self, leases: Sequence[Lease], *, has_failed: bool = False, partials: Mapping[str, bytes] | None = None
+    ) -> int:
         """Gives groups back: others can claim them at once. Returns how many were still held.
 
-        has_failed: the attempt counts; without it, as in a drain, it does not.
+        has_failed: the attempt counts; without it, as in a drain, it does not. partials: group id -> what was
+        generated of it, saved for whoever claims it next; what was saved before stays unless it has failed.
         """
-        released = 0
+        released, saved = 0, partials or {}
         for stream, batch in _by_stream(leases):
-            attempts = [lease.attempt + has_failed for lease in batch]
-            released += await self._scripts.call("release", _INDEX[stream], _entry_ids(batch), attempts)
+            released += await self._scripts.call(
+                "release",
+                _INDEX[stream],
+                _entry_ids(batch),
+                [lease.attempt + has_failed for lease in batch],
+                has_failed,
+                [lease.group_id for lease in batch],
+                [lease.group_id in saved for lease in batch],
+                payloads=[saved.get(lease.group_id, b"") for lease in batch],
+            )
         return released
 
     async def release_all(self) -> int:

@@ -37,6 +37,7 @@ async def use_all(redis: Redis, keys: Keys) -> None:
     await fleet.register(WorkerInfo(worker_id="worker", role="scorer", host="here", pid=1))
     await streams.ledger()
     await streams.uncommitted()
+    await streams.partial("00000000")
     await streams.feed([], limit=1)
     await streams.dead_letters()
     for stream in Stream:

@@ -15,12 +15,14 @@ from pipeline.errors import MessageError
 from pipeline.messages import (
     Completion,
     FinishReason,
+    PartialGroup,
     PromptGroup,
     RolloutGroup,
     RoutedExperts,
     SamplingMask,
     Score,
     ScoredGroup,
+    UnfinishedCompletion,
     VersionSpan,
     expert_dtype,
 )
@@ -29,6 +31,7 @@ from tests.groups import make_completion, make_prompt, make_rollout, make_scored
 
 LARGEST_ID = 2**32 - 1
 PROMPT_TOKENS = 3
+NO_NUMBER = np.array([np.nan], dtype=np.float32)
 
 
 @st.composite
@@ -99,6 +102,54 @@ def test_a_damaged_payload_is_refused_or_still_valid_but_never_crashes(data: st.
             decode(damaged, ScoredGroup)
         except MessageError:
             continue
+
+
+def _begun(completion: Completion) -> UnfinishedCompletion:
+    return UnfinishedCompletion(
+        token_ids=completion.token_ids,
+        generator_logprobs=np.nan_to_num(completion.generator_logprobs),
+        spans=completion.spans,
+        sampling_mask=completion.sampling_mask,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(completions(), min_size=2, max_size=4))
+def test_what_there_is_of_a_group_comes_back_as_it_was(items: list[Completion]) -> None:
+    prompt = make_prompt(3, group_size=len(items) + 1, max_tokens=21)
+    unfinished = {0: _begun(items[0]), len(items): _begun(items[-1])}
+    group = PartialGroup(prompt=prompt, finished=dict(enumerate(items[1:-1], start=1)), unfinished=unfinished)
+    payload = encode(group)
+    back = decode(payload, PartialGroup)
+    assert encode(back) == payload
+    assert back.fits(prompt)
+    assert back.num_tokens == group.num_tokens
+    for index, item in group.unfinished.items():
+        assert back.unfinished[index].token_ids.tolist() == item.token_ids.tolist()
+        assert back.unfinished[index].token_versions.tolist() == item.token_versions.tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"finished": {2: make_completion(4)}}, "that the group does not have"),
+        ({"finished": {-1: make_completion(4)}}, "that the group does not have"),
+        ({"finished": {1: make_completion(4)}}, "both finished and not"),
+        ({"finished": {0: make_completion(17)}}, "beyond max_tokens"),
+        ({"unfinished": {1: _begun(make_completion(16))}}, "that had to end"),
+        ({"unfinished": {1: _begun(make_completion(0))}}, "without tokens"),
+        ({"unfinished": {1: _begun(make_completion(2, spans=[(0, 0), (1, 2)]))}}, "behind the last"),
+        (
+            {"unfinished": {1: dataclasses.replace(_begun(make_completion(1)), generator_logprobs=NO_NUMBER)}},
+            "not finite",
+        ),
+    ],
+)
+def test_a_partial_that_contradicts_itself_is_refused(change: dict[str, object], problem: str) -> None:
+    group = PartialGroup(prompt=make_prompt(), finished={}, unfinished={1: _begun(make_completion(4))})
+    assert decode(encode(group), PartialGroup).num_tokens == 4
+    with pytest.raises(MessageError, match=problem):
+        decode(encode(dataclasses.replace(group, **change)), PartialGroup)  # type: ignore[arg-type]
 
 
 @given(st.binary(max_size=200))

@@ -12,12 +12,13 @@ import copy
 import time
 
 from pipeline.config import Config
-from pipeline.engines import GenerationEngine
+from pipeline.engines import GenerationEngine, Interrupted
 from pipeline.engines.registry import create_engine
 from pipeline.errors import WeightError
 from pipeline.keys import Stream
 from pipeline.lifecycle import WorkerContext, run_worker
 from pipeline.messages import PromptGroup, RolloutGroup
+from pipeline.partials import Partials
 from pipeline.stage import HandBack, Stage
 from pipeline.streams import Entry, Lease
 from pipeline.weights import WeightSubscriber
@@ -32,6 +33,7 @@ class GenerationWork:
     def __init__(self, context: WorkerContext, engine: GenerationEngine) -> None:
         self._context = context
         self._engine = engine
+        self._partials = Partials(context)
         self._group_size = context.config.generation.group_size
         self.version_changed = asyncio.Event()
 
@@ -42,12 +44,17 @@ class GenerationWork:
         return -(-free // self._group_size)
 
     async def process(self, lease: Lease) -> Entry:
-        """The rollout. Raises MessageError, EngineError."""
+        """The rollout. Raises MessageError, EngineError, and HandBack with what there is of an interrupted group."""
         context = self._context
         claimed = time.time()
         prompt = decode(lease.payload, PromptGroup, max_bytes=context.config.queues.max_payload_bytes)
-        await self._until_version(prompt.min_version)
-        completions = await self._engine.generate(prompt)
+        # Groups that are claimed together reach the engine together: the others ask for nothing here.
+        partial = await self._partials.take_up(prompt) if lease.has_partial else None
+        await self._until_version(max(prompt.min_version, partial.newest_version if partial else 0))
+        try:
+            completions = await self._engine.generate(prompt, partial)
+        except Interrupted as interrupted:
+            raise HandBack("this worker drains", partial=self._partials.leave(interrupted.partial, partial)) from None
         rollout = RolloutGroup(
             prompt=prompt,
             completions=completions,
@@ -55,7 +62,8 @@ class GenerationWork:
             hops={"generator_claimed": claimed, "generated": time.time()},
         )
         context.metrics.tokens_in_total.inc(len(prompt.prompt_token_ids))
-        context.metrics.tokens_out_total.inc(sum(len(completion) for completion in completions))
+        num_carried = partial.num_tokens if partial else 0
+        context.metrics.tokens_out_total.inc(sum(len(completion) for completion in completions) - num_carried)
         self._say_progress()
         return Entry(
             group_id=lease.group_id,
@@ -63,6 +71,15 @@ class GenerationWork:
             payload=encode(rollout),
             is_evaluation=prompt.is_evaluation,
         )
+
+    async def stop_at_drain(self) -> None:
+        """When the worker drains, what is in flight is not waited for: others go on with it."""
+        await self._context.draining.wait()
+        await self._engine.interrupt()
+
+    def say_what_is_left(self) -> None:
+        """For the log, when the worker has drained."""
+        self._partials.say()
 
     def _say_progress(self) -> None:
         """A group may take minutes, in which only its tokens show that it moves."""
@@ -167,9 +184,12 @@ async def body(context: WorkerContext) -> None:
     try:
         async with asyncio.TaskGroup() as group:
             follower = group.create_task(WeightFollower(context, engine, work).run())
+            stopper = group.create_task(work.stop_at_drain())
             stage = Stage(context, source=Stream.PROMPTS, target=Stream.ROLLOUTS, work=work)
             await stage.run(may_claim=work.may_claim)
             follower.cancel()
+            stopper.cancel()
+            work.say_what_is_left()
     finally:
         await engine.close()
 

@@ -3,14 +3,24 @@
 In: `PromptGroup` and `WeightState`. Out: `Completion`s whose tokens carry the logprobs of the
 distribution they were drawn from and the weight version that drew them. An engine never labels a
 token by the clock, and never serves weights under a label that is not theirs.
+
+    generate(prompt) --interrupt()--> Interrupted(partial) --> elsewhere: generate(prompt, partial)
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from pipeline.messages import Completion, PromptGroup
+from pipeline.messages import Completion, PartialGroup, PromptGroup
 from pipeline.weights import WeightState
+
+
+class Interrupted(Exception):
+    """A group was interrupted. partial: what there is of it, what it had been continued from included."""
+
+    def __init__(self, partial: PartialGroup) -> None:
+        super().__init__(f"group {partial.prompt.group_id} was interrupted")
+        self.partial = partial
 
 
 class GenerationEngine(Protocol):
@@ -39,11 +49,16 @@ class GenerationEngine(Protocol):
     async def start(self) -> None:
         """Load the model. Raises ModelError."""
 
-    async def generate(self, prompt: PromptGroup) -> tuple[Completion, ...]:
+    async def generate(self, prompt: PromptGroup, partial: PartialGroup | None = None) -> tuple[Completion, ...]:
         """`prompt.sampling.group_size` completions. Cancelling it frees the sequences.
 
-        Raises EngineError when this group failed and others may go on.
+        partial: of this very prompt, no token newer than the weights being served: what is finished is
+        returned as it is, what is not goes on behind its tokens. Raises Interrupted, and EngineError when
+        this group failed and others may go on.
         """
+
+    async def interrupt(self) -> None:
+        """Every group in flight, and every later one, ends with Interrupted instead of being completed."""
 
     async def apply_weights(self, state: WeightState) -> float:
         """Replace the weights between two decode steps; sequences in flight go on.

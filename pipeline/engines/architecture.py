@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from pipeline.batching import pad_routing
 from pipeline.engines.decoding import Decoder
 from pipeline.engines.rows import GroupTask
-from pipeline.errors import EngineError, ModelError
+from pipeline.errors import ModelError
 from pipeline.messages import Completion, PromptGroup, SamplingParams
 from pipeline.routing import RoutingRecorder, RoutingReplay, has_known_routers
 
@@ -66,7 +66,7 @@ def _probe(model: Any, tokenizer: PreTrainedTokenizerBase, context: int) -> None
     # Half precision rounds differently in every kernel; a wrong position or mask is off by far more.
     tolerance = 2e-3 if model.dtype is torch.float32 else 0.5
     for task, outcome in decoder.take_outcomes():
-        if isinstance(outcome, EngineError):
+        if isinstance(outcome, Exception):
             raise ModelError(f"{type(model).__name__} cannot be decoded row by row: {outcome}") from outcome
         gap = _gap(model, task.prompt.prompt_token_ids.tolist(), outcome)
         if not gap <= tolerance:

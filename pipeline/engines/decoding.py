@@ -18,20 +18,21 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache
 
+from pipeline.engines import Interrupted
 from pipeline.engines.attention import use_row_attention
+from pipeline.engines.joining import Joining, next_to_join, padded, prefill_batches
 from pipeline.engines.kv_cache import Prefix, RowCache
-from pipeline.engines.prefill import Joining, padded, prefill_batches
 from pipeline.engines.rows import Bools, GroupTask, Rows
 from pipeline.engines.sampling import Draw, RowSampling, draw
 from pipeline.errors import EngineError, WeightError
-from pipeline.messages import Completion, FinishReason
+from pipeline.messages import Completion, FinishReason, UnfinishedCompletion
 from pipeline.model_weights import Staged, apply_staged
 from pipeline.routing import RoutingRecorder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Outcome: TypeAlias = tuple[GroupTask, tuple[Completion, ...] | EngineError]
+Outcome: TypeAlias = tuple[GroupTask, tuple[Completion, ...] | EngineError | Interrupted]
 
 
 class Decoder:
@@ -92,6 +93,15 @@ class Decoder:
         """Every group that is waiting or in flight ends with `error`."""
         running = [self._rows.member(row)[0] for row in range(self._rows.num_rows)]
         self._fail(list(dict.fromkeys([*running, *self._waiting])), error)
+
+    def interrupt(self) -> None:
+        """Every group that is waiting or in flight ends with what there is of it."""
+        begun: dict[GroupTask, dict[int, UnfinishedCompletion]] = {task: {} for task in self._waiting}
+        for row in range(self._rows.num_rows):
+            task, index = self._rows.member(row)
+            begun.setdefault(task, {})[index] = self._rows.unfinished(row)
+        self._discard(list(begun))
+        self._outcomes += [(task, Interrupted(task.left(drawn))) for task, drawn in begun.items()]
 
     def take_outcomes(self) -> list[Outcome]:
         """Groups that ended since the last call."""
@@ -168,42 +178,40 @@ class Decoder:
         return torch.zeros_like(is_seen, dtype=dtype).masked_fill(~is_seen, torch.finfo(dtype).min)
 
     def _admit(self) -> None:
-        joining: list[Joining] = []
-        free = self._max_num_seqs - self._rows.num_rows
-        for task in self._waiting:
-            if free <= 0:
-                break
-            count = min(free, task.size - task.num_joined)
-            joining.append((task, count))
-            free -= count
-        for batch in prefill_batches(joining):
+        failed: set[GroupTask] = set()
+        for together in prefill_batches(next_to_join(self._waiting, self._max_num_seqs - self._rows.num_rows)):
+            batch = [join for join in together if join.task not in failed]
+            if not batch:
+                continue
             try:
-                self._join(batch, self._prefill([task for task, _ in batch]))
+                self._join(batch, self._prefill(batch))
             except Exception as error:  # noqa: BLE001  whatever the model raises ends these groups only
                 reason = f"the prompt could not be read: {type(error).__name__}: {error}"
-                self._fail([task for task, _ in batch], EngineError(reason))
-        while self._waiting and self._waiting[0].num_joined == self._waiting[0].size:
+                tasks = list(dict.fromkeys(join.task for join in batch))
+                failed.update(tasks)
+                self._fail(tasks, EngineError(reason))
+        while self._waiting and not self._waiting[0].waiting:
             self._waiting.popleft().prefix = None
 
-    def _prefill(self, tasks: Sequence[GroupTask]) -> Prefix | None:
-        """Keys and values of each prompt without its last token, which the next step reads in every member's row.
+    def _prefill(self, batch: Sequence[Joining]) -> Prefix | None:
+        """Keys and values of each text without its last token, which the next step reads in every member's row.
 
-        Prompts are padded on the right: no real token ever looks at the padding, and what it leaves in
+        Texts are padded on the right: no real token ever looks at the padding, and what it leaves in
         the cache lies beyond a row's length until a token of the row overwrites it.
         """
-        if len(tasks) == 1 and tasks[0].prefix is not None:
-            return tasks[0].prefix
-        prompts = [task.prompt.prompt_token_ids[:-1] for task in tasks]
-        ids = padded(prompts)
+        if len(batch) == 1 and batch[0].is_read:
+            return batch[0].task.prefix
+        texts = [join.token_ids[:-1] for join in batch]
+        ids = padded(texts)
         if not ids.shape[1]:
             return None
         cache = DynamicCache()
-        with self._recording(any_row=any(task.prompt.sampling.keep_routed_experts for task in tasks)) as chosen:
+        with self._recording(any_row=any(join.task.prompt.sampling.keep_routed_experts for join in batch)) as chosen:
             self._model.base_model(input_ids=self._tensor(ids), past_key_values=cache, use_cache=True)
         if chosen and self._recorder:
             experts = self._recorder.ids(chosen).reshape(*ids.shape, len(chosen), -1)
-            for task, prompt, routed in zip(tasks, prompts, experts, strict=True):
-                task.routed = routed[: len(prompt)]
+            for join, text, routed in zip(batch, texts, experts, strict=True):
+                join.task.routed = routed[: len(text)]
         layers: list[Any] = cache.layers
         return [(layer.keys, layer.values) for layer in layers]
 
@@ -211,13 +219,15 @@ class Decoder:
         return self._recorder.recording() if self._recorder and any_row else nullcontext([])
 
     def _join(self, batch: Sequence[Joining], prefix: Prefix | None) -> None:
-        source = [index for index, (_, count) in enumerate(batch) for _ in range(count)]
+        source = [index for index, join in enumerate(batch) for _ in join.members]
         if prefix is not None:
             self._cache.fill(self._rows.num_rows, prefix, torch.tensor(source, device=self._device))
-        for index in source:
-            self._rows.add(batch[index][0], self._vocabulary_size)
-        for index, (task, _) in enumerate(batch):
-            if prefix is not None and task.prefix is None and task.num_joined < task.size:
+        for join in batch:
+            for member in join.members:
+                self._rows.add(join.task, member, self._vocabulary_size)
+        for index, join in enumerate(batch):
+            task = join.task
+            if prefix is not None and task.prefix is None and task.waiting and not join.is_begun:
                 mine = slice(index, index + 1)
                 task.prefix = [(keys[mine].clone(), values[mine].clone()) for keys, values in prefix]
         self._sampling = None

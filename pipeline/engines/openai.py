@@ -21,11 +21,11 @@ from pipeline.engines.openai_answers import PassingError
 from pipeline.engines.openai_checks import check_settings
 from pipeline.engines.openai_probe import Probe
 from pipeline.engines.shared_weights import SharedWeights
-from pipeline.engines.vllm_outputs import Draft
+from pipeline.engines.vllm_outputs import Draft, all_of, drafts_of
 from pipeline.engines.vllm_requests import completion_text, sampling_values, token_limit
 from pipeline.errors import ConfigError, EngineError, EngineLostError, WeightError
 from pipeline.logs import get_logger
-from pipeline.messages import Completion, PromptGroup
+from pipeline.messages import Completion, PartialGroup, PromptGroup
 from pipeline.model_weights import stage_weights
 from pipeline.models import context_length, load_skeleton, load_tokenizer
 from pipeline.weights import Endpoints, WeightState
@@ -60,7 +60,8 @@ class OpenAiEngine:
         self._servers: list[RemoteServer] = []
         self._keepers: list[asyncio.Task[None]] = []
         self._updates: set[asyncio.Task[list[float]]] = set()
-        self._num_unfinished = 0
+        self._completing: set[asyncio.Task[Completion]] = set()
+        self._num_unfinished, self._is_interrupted = 0, False
         self._newest: int | None = None
         self._shared, self._probe = SharedWeights(), Probe()
         self._description: dict[str, Any] = {}
@@ -104,20 +105,30 @@ class OpenAiEngine:
                 log.warning("server_not_reached", url=server.url, reason=str(error))
         self._keepers = [asyncio.create_task(self._keep(server)) for server in self._servers]
 
-    async def generate(self, prompt: PromptGroup) -> tuple[Completion, ...]:
-        """`prompt.sampling.group_size` completions. Raises EngineError, or EngineLostError without any server."""
+    async def generate(self, prompt: PromptGroup, partial: PartialGroup | None = None) -> tuple[Completion, ...]:
+        """`prompt.sampling.group_size` completions. Raises Interrupted, EngineError, or EngineLostError: no server."""
         if not self._keepers or self._newest is None:
             raise EngineError("no verified weights are being served; apply_weights comes first")
         limit = token_limit(prompt, self._context)
-        tasks = [
-            asyncio.create_task(self._complete(prompt, index, limit)) for index in range(prompt.sampling.group_size)
-        ]
+        drafts = drafts_of(prompt, partial, limit)
+        if self._is_interrupted or not drafts:
+            return all_of(prompt, partial, drafts, [None] * len(drafts))
+        tasks = [asyncio.create_task(self._complete(prompt, index, limit, draft)) for index, draft in drafts.items()]
+        self._completing.update(tasks)
         try:
-            return tuple(await asyncio.gather(*tasks))
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
+            self._completing.difference_update(tasks)
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+        return all_of(prompt, partial, drafts, ended)
+
+    async def interrupt(self) -> None:
+        """End what is in flight; what a server had sent of a completion it had not ended is lost."""
+        self._is_interrupted = True
+        for task in self._completing:
+            task.cancel()
 
     async def apply_weights(self, state: WeightState) -> float:
         """Check and copy while generation goes on, then replace on all servers at once; see the protocol.
@@ -150,10 +161,10 @@ class OpenAiEngine:
 
     # Generating
 
-    async def _complete(self, prompt: PromptGroup, index: int, limit: int) -> Completion:
+    async def _complete(self, prompt: PromptGroup, index: int, limit: int, draft: Draft) -> Completion:
         """One completion, at whichever server; it goes on from what a server gave before it broke it off."""
         self._num_unfinished += 1
-        draft, num_failures = Draft(num_prompt_tokens=len(prompt.prompt_token_ids)), 0
+        num_failures = 0
         prompt_ids = prompt.prompt_token_ids.tolist()
         try:
             while True:

@@ -6,7 +6,7 @@ others left. Rows in use are always the first ones; no step runs Python code for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,9 +19,11 @@ from pipeline.messages import (
     Completion,
     ExpertIds,
     FinishReason,
+    PartialGroup,
     PromptGroup,
     RoutedExperts,
     SamplingMask,
+    UnfinishedCompletion,
     VersionSpan,
 )
 
@@ -53,22 +55,41 @@ _NO_LIMIT = 1 << 40
 class GroupTask:
     """A prompt group on its way through the decoder.
 
-    limit: tokens of one completion. num_joined: completions that have been given a row.
-    prefix: keys and values of all prompt tokens but the last, while members still wait for rows.
+    limit: tokens of one completion. partial: what another engine had of it. waiting: completions that
+    have not been given a row. prefix: keys and values of all prompt tokens but the last, while there are such.
     routed: experts of these tokens, [P - 1, layers, top_k], where they are recorded.
     """
 
     prompt: PromptGroup
     limit: int
-    num_joined: int = 0
+    partial: PartialGroup | None = None
     prefix: Prefix | None = None
     routed: ExpertIds | None = None
     completions: dict[int, Completion] = field(default_factory=dict)
+    waiting: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.partial is not None:
+            self.completions.update(self.partial.finished)
+        self.waiting = [index for index in range(self.size) if index not in self.completions]
 
     @property
     def size(self) -> int:
         """Completions asked for."""
         return self.prompt.sampling.group_size
+
+    def begun(self, index: int) -> UnfinishedCompletion | None:
+        """What another engine had of a completion. The experts that read it are not carried along."""
+        if self.partial is None or self.prompt.sampling.keep_routed_experts:
+            return None
+        found = self.partial.unfinished.get(index)
+        return found if found is not None and len(found) < self.limit else None
+
+    def left(self, drawn: Mapping[int, UnfinishedCompletion]) -> PartialGroup:
+        """All there is. drawn: of the completions that have a row."""
+        begun = {index: found for index in self.waiting if (found := self.begun(index)) is not None}
+        unfinished = {} if self.prompt.sampling.keep_routed_experts else {**begun, **drawn}
+        return PartialGroup(prompt=self.prompt, finished=dict(self.completions), unfinished=unfinished)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -100,14 +121,14 @@ class Rows:
         """Tokens that the next step has to read in the longest row."""
         return int(self.active["length"].max()) + 1
 
-    def add(self, task: GroupTask, vocabulary_size: int) -> None:
-        """The next completion of `task` takes the first free row."""
+    def add(self, task: GroupTask, index: int, vocabulary_size: int) -> None:
+        """Completion `index` of `task` takes the first free row, with the tokens that it has already."""
         sampling, ids = task.prompt.sampling, task.prompt.prompt_token_ids
         is_greedy = sampling.temperature == 0
         top_k = sampling.top_k if sampling.is_truncated and sampling.top_k else vocabulary_size
         # Rounding must not cut a tail that nobody asked to cut, so "all of the mass" is out of reach.
         top_p = sampling.top_p if sampling.is_truncated and sampling.top_p < 1 else 2.0
-        row, index = self.num_rows, task.num_joined
+        row = self.num_rows
         self._rows[row] = (
             len(ids) - 1,
             ids[-1],
@@ -129,7 +150,19 @@ class Rows:
         prompt_experts = [] if task.routed is None else [task.routed]
         self._members.append(_Member(task=task, index=index, routed=prompt_experts))
         self.num_rows += 1
-        task.num_joined += 1
+        if (begun := task.begun(index)) is not None:
+            self._go_on(row, begun)
+
+    def _go_on(self, row: int, begun: UnfinishedCompletion) -> None:
+        num_tokens = len(begun)
+        tokens = self._tokens[row, :num_tokens]
+        tokens["id"], tokens["logprob"] = begun.token_ids, begun.generator_logprobs
+        tokens["version"] = begun.token_versions
+        self._rows["length"][row] += num_tokens
+        self._rows["next_id"][row] = begun.token_ids[-1]
+        self._rows["num_tokens"][row] = num_tokens
+        if (mask := begun.sampling_mask) is not None:
+            self._members[row].kept_ids = np.split(mask.kept_ids, np.cumsum(mask.num_kept, dtype=np.int64)[:-1])
 
     def sampling(self, device: torch.device) -> RowSampling:
         """Every row's settings; they change only when rows come or go."""
@@ -188,24 +221,34 @@ class Rows:
 
     def completion(self, row: int, reason: FinishReason, text: str) -> Completion:
         """What a row amounts to."""
+        drawn, routed = self.unfinished(row), self._members[row].routed
+        return Completion(
+            token_ids=drawn.token_ids,
+            generator_logprobs=drawn.generator_logprobs,
+            loss_mask=np.ones(len(drawn), dtype=np.uint8),
+            spans=drawn.spans,
+            finish_reason=reason,
+            text=text,
+            sampling_mask=drawn.sampling_mask,
+            routed_experts=RoutedExperts(ids=np.concatenate(routed), num_experts=self._num_experts)
+            if routed and self._rows["keeps_routing"][row]
+            else None,
+        )
+
+    def unfinished(self, row: int) -> UnfinishedCompletion:
+        """What a row, in which at least one token has been drawn, amounts to so far."""
         tokens = self._tokens[row, : self._rows["num_tokens"][row]]
         versions = tokens["version"]
         starts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()]
-        kept, routed = self._members[row].kept_ids, self._members[row].routed
-        return Completion(
+        kept = self._members[row].kept_ids
+        return UnfinishedCompletion(
             token_ids=tokens["id"].copy(),
             generator_logprobs=tokens["logprob"].copy(),
-            loss_mask=np.ones(len(tokens), dtype=np.uint8),
             spans=tuple(VersionSpan(weight_version=int(versions[start]), first_token=start) for start in starts),
-            finish_reason=reason,
-            text=text,
             sampling_mask=SamplingMask(
                 kept_ids=np.concatenate(kept), num_kept=np.array([len(ids) for ids in kept], dtype=np.uint32)
             )
-            if kept
-            else None,
-            routed_experts=RoutedExperts(ids=np.concatenate(routed), num_experts=self._num_experts)
-            if routed and self._rows["keeps_routing"][row]
+            if kept and len(kept) == len(tokens)  # it may have been begun by an engine that keeps none
             else None,
         )
 

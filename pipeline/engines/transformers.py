@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeline.config import GenerationSettings, LoraSettings, ModelSettings
+from pipeline.engines import Interrupted
 from pipeline.engines.architecture import check_architecture, end_token_ids
 from pipeline.engines.decoding import Decoder, Outcome
 from pipeline.engines.rows import GroupTask
 from pipeline.errors import EngineError
-from pipeline.messages import Completion, PromptGroup
+from pipeline.messages import Completion, PartialGroup, PromptGroup
 from pipeline.model_weights import Staged, stage_weights
 from pipeline.models import context_length, load_model, load_tokenizer, resolve_device, resolve_dtype
 from pipeline.routing import RoutingRecorder
@@ -47,6 +48,7 @@ class TransformersEngine:
         self._futures: dict[GroupTask, asyncio.Future[tuple[Completion, ...]]] = {}
         self._updates: set[asyncio.Future[float]] = set()
         self._outbox: list[_Command] = []
+        self._is_interrupted = False
 
     @property
     def weight_version(self) -> int | None:
@@ -89,12 +91,16 @@ class TransformersEngine:
         self._thread = _DecodeThread(decoder, deliver, self._generation.num_threads)
         self._thread.start()
 
-    async def generate(self, prompt: PromptGroup) -> tuple[Completion, ...]:
-        """`prompt.sampling.group_size` completions. Raises EngineError."""
+    async def generate(self, prompt: PromptGroup, partial: PartialGroup | None = None) -> tuple[Completion, ...]:
+        """`prompt.sampling.group_size` completions. Raises EngineError or Interrupted."""
         decoder = self._running()
         if self.weight_version is None:
             raise EngineError("no verified weights are being served yet; apply_weights comes first")
-        task = GroupTask(prompt=prompt, limit=self._limit(prompt))
+        task = GroupTask(prompt=prompt, limit=self._limit(prompt), partial=partial)
+        if not task.waiting:
+            return tuple(task.completions[index] for index in range(task.size))
+        if self._is_interrupted:
+            raise Interrupted(task.left({}))
         future: asyncio.Future[tuple[Completion, ...]] = asyncio.get_running_loop().create_future()
         self._futures[task] = future
         self._send(lambda: decoder.submit(task))
@@ -105,6 +111,11 @@ class TransformersEngine:
             raise
         finally:
             self._futures.pop(task, None)
+
+    async def interrupt(self) -> None:
+        """End what is in flight with what there is of it."""
+        decoder, self._is_interrupted = self._running(), True
+        self._send(decoder.interrupt)
 
     async def apply_weights(self, state: WeightState) -> float:
         """Check everything while generation goes on, then copy between two steps; see the protocol."""
@@ -192,7 +203,7 @@ class TransformersEngine:
             future = self._futures.get(task)
             if future is None or future.done():
                 continue
-            if isinstance(outcome, EngineError):
+            if isinstance(outcome, Exception):
                 future.set_exception(outcome)
             else:
                 future.set_result(outcome)

@@ -14,7 +14,7 @@ import asyncio
 import gc
 import os
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Config
@@ -22,13 +22,13 @@ from pipeline.engines.architecture import end_token_ids
 from pipeline.engines.shared_weights import SharedWeights
 from pipeline.engines.vllm_adapters import Adapter, AdapterShelf
 from pipeline.engines.vllm_options import engine_arguments, prepare_environment, require_installed
-from pipeline.engines.vllm_outputs import Draft, Segment, TokenCounter
+from pipeline.engines.vllm_outputs import Draft, Segment, TokenCounter, all_of, drafts_of
 from pipeline.engines.vllm_requests import completion_text, sampling_values, token_limit
 from pipeline.engines.vllm_start import draw_one_token, start_engine
 from pipeline.engines.vllm_updates import replace_weights
 from pipeline.errors import EngineError, EngineLostError, ModelError, WeightError
 from pipeline.logs import get_logger
-from pipeline.messages import Completion, PromptGroup
+from pipeline.messages import Completion, PartialGroup, PromptGroup
 from pipeline.model_weights import stage_weights
 from pipeline.models import context_length, load_skeleton, load_tokenizer, resolve_device, resolve_dtype
 from pipeline.routing import Routers, find_routers
@@ -37,6 +37,8 @@ from pipeline.weights import WeightKind, WeightState
 if TYPE_CHECKING:
     import torch
 
+_ASK_AGAIN_S = 0.05
+
 log = get_logger()
 
 
@@ -44,10 +46,10 @@ log = get_logger()
 class _Sequence:
     """A completion in flight. request_id: of its present request. adapter: that it is decoded with."""
 
+    draft: Draft
     request_id: str = ""
     adapter: Adapter | None = None
     is_moving: bool = False
-    draft: Draft = field(default_factory=Draft)
 
 
 class VllmEngine:
@@ -68,6 +70,7 @@ class VllmEngine:
         self._masks_from_logprobs = False
         self._routers: Routers | None = None
         self._sequences: set[_Sequence] = set()
+        self._is_interrupted = False
         self._one_update = asyncio.Lock()
 
     @property
@@ -106,23 +109,32 @@ class VllmEngine:
         if self._config.lora.rank:
             self._adapters = AdapterShelf(self._llm, self._config.lora)
 
-    async def generate(self, prompt: PromptGroup) -> tuple[Completion, ...]:
-        """`prompt.sampling.group_size` completions. Raises EngineError, or EngineLostError when vLLM has ended."""
+    async def generate(self, prompt: PromptGroup, partial: PartialGroup | None = None) -> tuple[Completion, ...]:
+        """`prompt.sampling.group_size` completions. Raises Interrupted, EngineError, or EngineLostError: vLLM ended."""
         self._check_serving()
         limit = token_limit(prompt, self._context)
-        sequences = [_Sequence(draft=self._draft(prompt)) for _ in range(prompt.sampling.group_size)]
+        drafts = drafts_of(prompt, partial, limit, self._routing(prompt))
+        sequences = [_Sequence(draft=draft) for draft in drafts.values()]
         self._sequences.update(sequences)
         tasks = [
             asyncio.create_task(self._complete(prompt, index, limit, sequence))
-            for index, sequence in enumerate(sequences)
+            for index, sequence in zip(drafts, sequences, strict=True)
         ]
         try:
-            return tuple(await asyncio.gather(*tasks))
+            ended = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._sequences.difference_update(sequences)
+        return all_of(prompt, partial, drafts, ended)
+
+    async def interrupt(self) -> None:
+        """End what is in flight with what there is of it; a request may be on its way, so it asks more than once."""
+        self._is_interrupted = True
+        while self._sequences:
+            await self._abort_all(self._llm)
+            await asyncio.sleep(_ASK_AGAIN_S)
 
     async def apply_weights(self, state: WeightState) -> float:
         """Check and copy while generation goes on, then replace between two steps; see the protocol.
@@ -145,27 +157,25 @@ class VllmEngine:
 
     # Generating
 
-    async def _complete(self, prompt: PromptGroup, index: int, limit: int, sequence: _Sequence) -> Completion:
-        """One completion, in as many requests as there were moves to another adapter."""
+    async def _complete(self, prompt: PromptGroup, index: int, limit: int, sequence: _Sequence) -> Completion | None:
+        """One completion, in as many requests as there were moves to another adapter; None: it was interrupted."""
         try:
-            while True:
+            while not self._is_interrupted:
                 segment = await self._segment(prompt, index, limit, sequence)
                 sequence.draft.append(segment)
                 if segment.reason is not None:
                     text = completion_text(self._tokenizer, sequence.draft.token_ids, segment.stop_text)
                     return sequence.draft.completion(segment.reason, text)
-                if not sequence.is_moving:
+                if not (sequence.is_moving or self._is_interrupted):
                     raise EngineError(f"group {prompt.group_id}: vLLM gave up a sequence")
                 self._check_serving()
+            return None
         finally:
             self._sequences.discard(sequence)
 
-    def _draft(self, prompt: PromptGroup) -> Draft:
+    def _routing(self, prompt: PromptGroup) -> tuple[int, tuple[int, ...]] | None:
         routers = self._routers if prompt.sampling.keep_routed_experts else None
-        return Draft(
-            num_prompt_tokens=len(prompt.prompt_token_ids),
-            routing=(routers.num_experts, routers.layers) if routers else None,
-        )
+        return (routers.num_experts, routers.layers) if routers else None
 
     async def _segment(self, prompt: PromptGroup, index: int, limit: int, sequence: _Sequence) -> Segment:
         from vllm.inputs.engine import tokens_input

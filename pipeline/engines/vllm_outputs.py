@@ -7,18 +7,23 @@ of the versions that drew it. Also counts tokens as they are drawn, for whoever 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from pipeline.engines import Interrupted
 from pipeline.errors import EngineError
 from pipeline.messages import (
     Completion,
     ExpertIds,
     FinishReason,
+    PartialGroup,
+    PromptGroup,
     RoutedExperts,
     SamplingMask,
+    UnfinishedCompletion,
     VersionSpan,
     expert_dtype,
 )
@@ -59,7 +64,7 @@ class Segment:
             spans=_spans(output, adapter_version) if token_ids else [],
             reason=finish_reason(output.finish_reason),
             stop_text=output.stop_reason if isinstance(output.stop_reason, str) else "",
-            kept_ids=_survivors(output.logprobs) if has_all_logprobs else kept_ids,
+            kept_ids=_survivors(output.logprobs) if has_all_logprobs and token_ids else kept_ids,
             experts=output.routed_experts,
         )
 
@@ -79,6 +84,20 @@ class Draft:
     spans: list[tuple[int, int]] = field(default_factory=list)
     kept_ids: list[list[int]] = field(default_factory=list)
     experts: list[ExpertIds] = field(default_factory=list)
+
+    @classmethod
+    def behind(cls, begun: UnfinishedCompletion | None) -> Draft:
+        """One that goes on behind what another engine had."""
+        if begun is None:
+            return cls()
+        mask = begun.sampling_mask
+        kept = np.split(mask.kept_ids, np.cumsum(mask.num_kept, dtype=np.int64)[:-1]) if mask else []
+        return cls(
+            token_ids=begun.token_ids.tolist(),
+            logprobs=begun.generator_logprobs.tolist(),
+            spans=[(span.weight_version, span.first_token) for span in begun.spans],
+            kept_ids=[ids.tolist() for ids in kept],
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -103,17 +122,27 @@ class Draft:
 
     def completion(self, reason: FinishReason, text: str) -> Completion:
         """All segments as one."""
-        if not all(np.isfinite(self.logprobs)):
-            raise EngineError("the weights gave logits that are not finite")
+        drawn = self.unfinished()
         return Completion(
-            token_ids=np.array(self.token_ids, dtype=np.uint32),
-            generator_logprobs=np.array(self.logprobs, dtype=np.float32),
+            token_ids=drawn.token_ids,
+            generator_logprobs=drawn.generator_logprobs,
             loss_mask=np.ones(self.num_tokens, dtype=np.uint8),
-            spans=tuple(VersionSpan(weight_version=version, first_token=first) for version, first in self.spans),
+            spans=drawn.spans,
             finish_reason=reason,
             text=text,
-            sampling_mask=self._mask() if len(self.kept_ids) == self.num_tokens else None,
+            sampling_mask=drawn.sampling_mask,
             routed_experts=self._routed_experts(*self.routing) if self.routing else None,
+        )
+
+    def unfinished(self) -> UnfinishedCompletion:
+        """All segments so far, of which there is at least one. Raises EngineError for logprobs that are not finite."""
+        if not all(np.isfinite(self.logprobs)):
+            raise EngineError("the weights gave logits that are not finite")
+        return UnfinishedCompletion(
+            token_ids=np.array(self.token_ids, dtype=np.uint32),
+            generator_logprobs=np.array(self.logprobs, dtype=np.float32),
+            spans=tuple(VersionSpan(weight_version=version, first_token=first) for version, first in self.spans),
+            sampling_mask=self._mask() if len(self.kept_ids) == self.num_tokens else None,
         )
 
     def _routed_experts(self, num_experts: int, layers: tuple[int, ...]) -> RoutedExperts:
@@ -128,6 +157,43 @@ class Draft:
             kept_ids=np.array([token for kept in self.kept_ids for token in kept], dtype=np.uint32),
             num_kept=np.array([len(kept) for kept in self.kept_ids], dtype=np.uint32),
         )
+
+
+def drafts_of(
+    prompt: PromptGroup, partial: PartialGroup | None, limit: int, routing: tuple[int, tuple[int, ...]] | None = None
+) -> dict[int, Draft]:
+    """A draft for each completion that is not finished. limit: tokens that one may have. routing: as in `Draft`."""
+    finished, begun = (partial.finished, partial.unfinished) if partial else ({}, {})
+    begun = {index: item for index, item in begun.items() if len(item) < limit}
+    missing = [index for index in range(prompt.sampling.group_size) if index not in finished]
+    drafts = {index: Draft.behind(begun.get(index)) for index in missing}
+    for draft in drafts.values():
+        draft.num_prompt_tokens, draft.routing = len(prompt.prompt_token_ids), routing
+    return drafts
+
+
+def all_of(
+    prompt: PromptGroup, partial: PartialGroup | None, drafts: Mapping[int, Draft], ended: Iterable[object]
+) -> tuple[Completion, ...]:
+    """The completions of a group. ended: what became of each draft, which is raised where it is an error.
+
+    Raises Interrupted where some have no end.
+    """
+    finished = dict(partial.finished) if partial else {}
+    for index, completion in zip(drafts, ended, strict=True):
+        if isinstance(completion, Exception):
+            raise completion
+        if isinstance(completion, Completion):
+            finished[index] = completion
+    if len(finished) == prompt.sampling.group_size:
+        return tuple(finished[index] for index in range(len(finished)))
+    # Which experts read a beginning is not carried along, so where that matters it is made anew.
+    is_carried = not prompt.sampling.keep_routed_experts
+    left = {
+        index: draft for index, draft in drafts.items() if is_carried and draft.num_tokens and index not in finished
+    }
+    unfinished = {index: draft.unfinished() for index, draft in left.items()}
+    raise Interrupted(PartialGroup(prompt=prompt, finished=finished, unfinished=unfinished))
 
 
 class TokenCounter:

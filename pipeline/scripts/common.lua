@@ -3,7 +3,7 @@
 -- its answer. Payloads follow as they are: to pass through Lua once costs them enough.
 local STREAMS = {KEYS[1], KEYS[2], KEYS[3]}
 local PROMPTS, DEAD_LETTERS, LEDGER = KEYS[1], KEYS[4], KEYS[5]
-local UNCOMMITTED, EVALUATING, REPLIES = KEYS[6], KEYS[7], KEYS[8]
+local UNCOMMITTED, EVALUATING, REPLIES, PARTIALS = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local GROUP, CONSUMER, CALL = ARGV[1], ARGV[2], ARGV[3]
 local ARGS, FIRST_PAYLOAD = cmsgpack.unpack(ARGV[4]), 5
 
@@ -83,6 +83,15 @@ local function fields_of(stream, id)
   return flat, named
 end
 
+-- What was generated of groups that leave the prompts is of no more use.
+local function forget_partials(stream, ids)
+  if stream ~= PROMPTS or redis.call('HLEN', PARTIALS) == 0 then return end
+  for _, id in ipairs(ids) do
+    local _, named = fields_of(stream, id)
+    if named then redis.call('HDEL', PARTIALS, named.group_id or '') end
+  end
+end
+
 -- The attempt that an entry starts with; 1 where it says nothing sensible.
 local function first_attempt(value)
   local number = tonumber(value)
@@ -112,12 +121,14 @@ local function bury(stream, id, attempt, reason)
       count('dead', 1)
     end
   end
+  forget_partials(stream, {id})
   remove_all(stream, {id})
 end
 
 -- Back to the end of its stream, for anyone, to be tried as the given attempt. A new entry wakes a
 -- waiting reader and shows in the consumer group's lag; a pending one would do neither.
-local function give_back(stream, id, attempt)
+-- has_partial: there is something for its next holder to go on from, who looks for it only then.
+local function give_back(stream, id, attempt, has_partial)
   local flat, named = fields_of(stream, id)
   if flat then
     local entry = {'XADD', stream, '*'}
@@ -128,6 +139,10 @@ local function give_back(stream, id, attempt)
     if not named.attempt then
       entry[#entry + 1] = 'attempt'
       entry[#entry + 1] = attempt
+    end
+    if has_partial and not named.partial then
+      entry[#entry + 1] = 'partial'
+      entry[#entry + 1] = '1'
     end
     redis.call(unpack(entry))
   end

@@ -22,6 +22,7 @@ for i, id in ipairs(ids) do
     end
   end
 end
+forget_partials(stream, removed)
 remove_all(stream, removed)
 count('dropped:' .. reason, dropped)
 count('eval_done', #removed - dropped)

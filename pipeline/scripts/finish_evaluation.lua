@@ -11,6 +11,7 @@ for i, id in ipairs(ids) do
     removed[#removed + 1] = id
   end
 end
+forget_partials(stream, removed)
 remove_all(stream, removed)
 count('eval_done', #removed)
 count('refused', #ids - #removed)

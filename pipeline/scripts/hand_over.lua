@@ -21,6 +21,7 @@ for i, id in ipairs(ids) do
     length = length + 1
   end
 end
+forget_partials(source, moved)
 remove_all(source, moved)
 count('refused', refused)
 return answer(result)

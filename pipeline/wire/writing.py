@@ -15,16 +15,23 @@ from pipeline.messages import (
     SCHEMA_VERSION,
     Completion,
     Message,
+    PartialGroup,
     PromptGroup,
     RewardResult,
     RolloutGroup,
     RoutedExperts,
     Score,
     ScoredGroup,
+    UnfinishedCompletion,
     expert_dtype,
 )
 
-KINDS: dict[type[Message], str] = {PromptGroup: "prompt", RolloutGroup: "rollout", ScoredGroup: "scored"}
+KINDS: dict[type[Message], str] = {
+    PromptGroup: "prompt",
+    RolloutGroup: "rollout",
+    ScoredGroup: "scored",
+    PartialGroup: "partial",
+}
 U32, F32, U8 = np.dtype("<u4"), np.dtype("<f4"), np.dtype("u1")
 
 
@@ -50,6 +57,12 @@ def _body(message: Message) -> dict[str, Any]:
                 "scores": [_score_body(score) for score in message.scores],
                 "scorer": message.scorer,
                 "hops": dict(message.hops),
+            }
+        case PartialGroup():
+            return {
+                "prompt": encode(message.prompt),
+                "finished": [[index, _completion_body(item)] for index, item in message.finished.items()],
+                "unfinished": [[index, _tokens_body(item)] for index, item in message.unfinished.items()],
             }
 
 
@@ -82,16 +95,22 @@ def _prompt_body(group: PromptGroup) -> dict[str, Any]:
 
 
 def _completion_body(completion: Completion) -> dict[str, Any]:
+    return {
+        **_tokens_body(completion),
+        "loss_mask": _bytes_of(completion.loss_mask, U8),
+        "finish_reason": completion.finish_reason.value,
+        "text": completion.text,
+        "routed_experts": completion.routed_experts and _routed_experts_body(completion.routed_experts),
+    }
+
+
+def _tokens_body(completion: Completion | UnfinishedCompletion) -> dict[str, Any]:
     mask = completion.sampling_mask
     return {
         "token_ids": _bytes_of(completion.token_ids, U32),
         "generator_logprobs": _bytes_of(completion.generator_logprobs, F32),
-        "loss_mask": _bytes_of(completion.loss_mask, U8),
         "spans": [[span.weight_version, span.first_token] for span in completion.spans],
-        "finish_reason": completion.finish_reason.value,
-        "text": completion.text,
         "sampling_mask": mask and [_bytes_of(mask.kept_ids, U32), _bytes_of(mask.num_kept, U32)],
-        "routed_experts": completion.routed_experts and _routed_experts_body(completion.routed_experts),
     }
 
 
