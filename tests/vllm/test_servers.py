@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import AsyncIterator, Iterator
@@ -92,14 +93,25 @@ async def test_sequences_in_flight_go_on_and_say_which_weights_drew_which_token(
     engine: OpenAiEngine, model: ModelSettings
 ) -> None:
     old, new = load(model), state_of(shifted(load(model), 0.05), 7)
-    groups = [group_of([4 + i, 5], ordinal=i, max_tokens=120, group_size=8, temperature=0.5) for i in range(8)]
+    is_applied = asyncio.Event()
+    completions: list[tuple[PromptGroup, Completion]] = []
+
+    async def generate_until_applied(number: int) -> None:
+        """However long the update takes to begin, something is in flight then."""
+        for ordinal in itertools.count(number, 8):
+            group = group_of([4 + number, 5], ordinal=ordinal, max_tokens=120, group_size=4, temperature=0.5)
+            completions.extend((group, completion) for completion in await engine.generate(group))
+            if is_applied.is_set():
+                return
+
     before = engine.num_tokens_generated
-    tasks = [asyncio.create_task(engine.generate(group)) for group in groups]
+    tasks = [asyncio.create_task(generate_until_applied(number)) for number in range(8)]
     async with asyncio.timeout(60):
         while engine.num_tokens_generated < before + 64:  # noqa: ASYNC110  the server counts
             await asyncio.sleep(0.001)
     await engine.apply_weights(new)
-    completions = [(group, c) for group, task in zip(groups, tasks, strict=True) for c in await task]
+    is_applied.set()
+    await asyncio.gather(*tasks)
     crossed = [(group, c) for group, c in completions if [span.weight_version for span in c.spans] == [0, 7]]
     assert crossed
     for group, completion in crossed:
