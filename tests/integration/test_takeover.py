@@ -15,7 +15,7 @@ from pipeline.keys import Stream
 from tests.integration.harness import SCRIPTED, Run, running
 from tests.integration.processes import Worker
 
-# A group takes half a second in a generator and a quarter in a scorer: there is always one to be caught with.
+# A group takes half a second in a generator and a quarter in a scorer: there is often one to be caught with.
 SLOW = (
     *SCRIPTED,
     "generation.scripted.tokens_per_s=32",
@@ -60,7 +60,7 @@ def each_once(run: Run, groups: int) -> None:
 async def test_groups_of_killed_and_stalled_workers_are_taken_over_and_trained_once(
     tmp_path: Path, valkey_url: str, run_name: str
 ) -> None:
-    async with running(tmp_path, valkey_url, run_name, *SLOW) as run:
+    async with running(tmp_path, valkey_url, run_name, *SLOW, "trainer.max_steps=30") as run:
         generators = [run.start("generator") for _ in range(2)]
         scorers = [run.start("scorer") for _ in range(2)]
         # These two stay, with room for all that the others leave.
@@ -85,8 +85,8 @@ async def test_groups_of_killed_and_stalled_workers_are_taken_over_and_trained_o
         assert (await run.ledger()).refused >= refused + 2
         await run.until_over()
         ledger = await run.ledger()
-        assert (ledger.fed, ledger.trained, ledger.dead, ledger.num_dropped) == (40, 40, 0, 0)
-        each_once(run, 40)
+        assert (ledger.fed, ledger.trained, ledger.dead, ledger.num_dropped) == (120, 120, 0, 0)
+        each_once(run, 120)
 
 
 async def test_streams_stay_within_admission_while_the_trainer_stands_still(
