@@ -57,7 +57,10 @@ def processes_below(worker: Worker) -> list[psutil.Process]:
 
 
 def is_running(process: psutil.Process) -> bool:
-    return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 async def test_weights_change_in_mid_sequence_and_the_trainer_finds_what_was_generated(

@@ -39,7 +39,10 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
 
 
 def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def start_scorer(function: str, num_calls: int) -> subprocess.Popen[str]:

@@ -41,7 +41,7 @@ async def engine(untied: Path) -> AsyncIterator[VllmEngine]:
 
 @pytest.fixture(scope="module")
 def history(untied: Path) -> History:
-    return History(trainer_model(untied))
+    return History(trainer_model(untied), amount=0.02)
 
 
 async def test_each_worker_takes_its_part_of_every_update(engine: VllmEngine, history: History) -> None:
