@@ -38,10 +38,12 @@ class GenerationWork:
         self.version_changed = asyncio.Event()
 
     def capacity(self) -> int:
-        """Groups to take on, until every slot has a sequence: what does not fit of the last one waits in the engine."""
+        """Groups for which there are free slots; one more than fits when nothing runs."""
         self._say_progress()
-        free = max(0, self._engine.max_num_seqs - self._engine.num_unfinished_seqs)
-        return -(-free // self._group_size)
+        free = self._engine.max_num_seqs - self._engine.num_unfinished_seqs
+        if self._engine.num_unfinished_seqs == 0:
+            return max(1, free // self._group_size)
+        return free // self._group_size
 
     async def process(self, lease: Lease) -> Entry:
         """The rollout. Raises MessageError, EngineError, and HandBack with what there is of an interrupted group."""
