@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipeline.config import Config
+from pipeline.engines.vllm_options import MIN_BATCHED_TOKENS
 from pipeline.engines.vllm_plugin import BACKEND
 from pipeline.errors import ConfigError
 
@@ -103,7 +104,7 @@ def _complaints(vllm: Mapping[str, Any], config: Config, context: int) -> Iterat
     if is_cpu and scheduler.get("enable_chunked_prefill"):
         yield (
             "on a CPU it ends when a seeded prompt is read in two parts; "
-            f"start it with --no-enable-chunked-prefill --max-num-batched-tokens {max(context, 4096)}"
+            f"start it with --no-enable-chunked-prefill --max-num-batched-tokens {max(context, MIN_BATCHED_TOKENS)}"
         )
 
 

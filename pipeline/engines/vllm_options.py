@@ -33,7 +33,7 @@ _DECIDED = {
     "logprobs_mode": "the trainer, which needs those of the distribution that was sampled",
     "weight_transfer_config": "the weight channel",
 }
-_MIN_BATCHED_TOKENS = 4096
+MIN_BATCHED_TOKENS = 4096
 _MAX_STALE_ADAPTERS = 6
 
 
@@ -82,7 +82,7 @@ def engine_arguments(config: Config, *, dtype: str, context: int, is_cpu: bool) 
         arguments |= {
             "enforce_eager": True,
             "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(context, generation.max_num_seqs, _MIN_BATCHED_TOKENS),
+            "max_num_batched_tokens": max(context, generation.max_num_seqs, MIN_BATCHED_TOKENS),
         }
     if config.lora.rank:
         arguments |= {"enable_lora": True, "max_lora_rank": _lora_rank_size(config.lora.rank)}

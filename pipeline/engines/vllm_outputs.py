@@ -86,13 +86,21 @@ class Draft:
     experts: list[ExpertIds] = field(default_factory=list)
 
     @classmethod
-    def behind(cls, begun: UnfinishedCompletion | None) -> Draft:
+    def behind(
+        cls,
+        begun: UnfinishedCompletion | None,
+        *,
+        num_prompt_tokens: int,
+        routing: tuple[int, tuple[int, ...]] | None,
+    ) -> Draft:
         """One that goes on behind what another engine had."""
         if begun is None:
-            return cls()
+            return cls(num_prompt_tokens=num_prompt_tokens, routing=routing)
         mask = begun.sampling_mask
         kept = np.split(mask.kept_ids, np.cumsum(mask.num_kept, dtype=np.int64)[:-1]) if mask else []
         return cls(
+            num_prompt_tokens=num_prompt_tokens,
+            routing=routing,
             token_ids=begun.token_ids.tolist(),
             logprobs=begun.generator_logprobs.tolist(),
             spans=[(span.weight_version, span.first_token) for span in begun.spans],
@@ -166,10 +174,10 @@ def drafts_of(
     finished, begun = (partial.finished, partial.unfinished) if partial else ({}, {})
     begun = {index: item for index, item in begun.items() if len(item) < limit}
     missing = [index for index in range(prompt.sampling.group_size) if index not in finished]
-    drafts = {index: Draft.behind(begun.get(index)) for index in missing}
-    for draft in drafts.values():
-        draft.num_prompt_tokens, draft.routing = len(prompt.prompt_token_ids), routing
-    return drafts
+    num_prompt_tokens = len(prompt.prompt_token_ids)
+    return {
+        index: Draft.behind(begun.get(index), num_prompt_tokens=num_prompt_tokens, routing=routing) for index in missing
+    }
 
 
 def all_of(
