@@ -5,6 +5,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 ENGINE ?= transformers
+# Tests wait for processes more than they compute: three at a time suit two cores. TESTS_AT_ONCE=0 for a debugger.
+TESTS_AT_ONCE ?= 3
 
 # What the environment was made with, and what was installed into it. It is kept while neither changes.
 MADE_WITH = $(shell $(PYTHON) -c 'import pathlib, sys; print(pathlib.Path.cwd(), sys.version)')
@@ -22,7 +24,7 @@ demo: $(if $(filter vllm,$(ENGINE)),setup-vllm,setup) ## Watch a tiny model lear
 	@$(BIN)/rollstream demo --engine $(ENGINE) $(ARGS)
 
 test: setup ## Run all tests (ARGS="tests/test_cli.py -x")
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadgroup $(ARGS)
 
 check: setup ## Lint, format, types, import layers, documentation
 	@$(BIN)/ruff check .

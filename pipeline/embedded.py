@@ -7,10 +7,12 @@ with its parent even when that is killed with SIGKILL.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import tempfile
 import time
@@ -45,11 +47,11 @@ exit "$status"
 class EmbeddedServer:
     """A running server. `url` is where; `stop` ends it and removes what it left."""
 
-    def __init__(self, keeper: subprocess.Popen[bytes], path: Path, folder: Path, *, is_temporary: bool) -> None:
+    def __init__(self, keeper: subprocess.Popen[bytes], path: Path, folder: Path, temporary: Path | None) -> None:
         self._keeper = keeper
         self._socket = path
         self._folder = folder
-        self._is_temporary = is_temporary
+        self._temporary = temporary
 
     @classmethod
     def start(cls, dir: Path | None = None, persist: bool = False, *, binary: Path | None = None) -> EmbeddedServer:
@@ -64,13 +66,12 @@ class EmbeddedServer:
         program = binary or find_server()
         folder = Path(tempfile.mkdtemp(prefix="rollstream-")) if dir is None else dir.resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / SOCKET_NAME
-        if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
-            raise ConfigError(f"{folder} is too long for a unix socket: choose a folder with a shorter path")
+        path = _socket_path(folder)
         if _answers(path):
             raise ConfigError(f"another server already runs in {folder}: stop it or choose another folder")
-        keeper = _spawn(program, folder, path, persist=persist, remove=dir is None)
-        server = cls(keeper, path, folder, is_temporary=dir is None)
+        temporary = path.parent if dir is None or path.parent != folder else None
+        keeper = _spawn(program, folder, path, persist=persist, remove=temporary)
+        server = cls(keeper, path, folder, temporary)
         server._wait_until_it_answers()
         return server
 
@@ -102,8 +103,8 @@ class EmbeddedServer:
             # Server and keeper are a session of their own; to kill the keeper alone would leave the server behind.
             os.killpg(self._keeper.pid, signal.SIGKILL)
             self._keeper.wait()
-        if self._is_temporary:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
     def __enter__(self) -> EmbeddedServer:
         return self
@@ -145,7 +146,24 @@ def _server_on_path(problem: str) -> Path:
     )
 
 
-def _spawn(program: Path, folder: Path, path: Path, *, persist: bool, remove: bool) -> subprocess.Popen[bytes]:
+def _socket_path(folder: Path) -> Path:
+    """Where the server of a folder listens: in it, or in a place of this user's own where its path is too long."""
+    path = folder / SOCKET_NAME
+    if len(os.fsencode(path)) <= _MAX_SOCKET_PATH:
+        return path
+    name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
+    place = Path(tempfile.gettempdir()) / f"rollstream-{os.getuid()}-{name}"
+    place.mkdir(mode=0o700, exist_ok=True)
+    found = place.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"{place} belongs to somebody else: remove it, or choose a folder with a shorter path")
+    path = place / SOCKET_NAME
+    if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
+        raise ConfigError(f"{folder} is too long for a unix socket: choose a folder with a shorter path")
+    return path
+
+
+def _spawn(program: Path, folder: Path, path: Path, *, persist: bool, remove: Path | None) -> subprocess.Popen[bytes]:
     settings = {
         "port": "0",
         "unixsocket": str(path),
@@ -160,7 +178,7 @@ def _spawn(program: Path, folder: Path, path: Path, *, persist: bool, remove: bo
     options = [word for name, value in settings.items() for word in (f"--{name}", value)]
     # A session of its own: Ctrl-C reaches the workers, which still need the server to drain.
     return subprocess.Popen(
-        ["/bin/sh", "-c", _KEEPER, "rollstream-redis", str(folder) if remove else "", str(program), *options],
+        ["/bin/sh", "-c", _KEEPER, "rollstream-redis", str(remove or ""), str(program), *options],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -218,7 +218,7 @@ class Supervisor:
             finally:
                 del self._processes[spec.name]
                 _signal_group(process.pid, signal.SIGKILL)
-                await process.wait()
+                await _buried(process)
 
     async def _escalate(self) -> None:
         """SIGTERM when asked to stop; SIGKILL when asked again or when the drain takes too long."""
@@ -243,6 +243,19 @@ class Supervisor:
         finally:
             for number in ours:
                 loop.remove_signal_handler(number)
+
+
+async def _buried(process: asyncio.subprocess.Process) -> None:
+    """Wait for the end of a process that was killed, even when cancelled: one that is left is no one's child."""
+    end = asyncio.create_task(process.wait())
+    cancelled: asyncio.CancelledError | None = None
+    while not end.done():
+        try:
+            await asyncio.shield(end)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
 @contextlib.asynccontextmanager

@@ -283,6 +283,22 @@ async def test_a_line_that_cannot_be_passed_on_ends_the_run_and_its_workers() ->
     await ended(pids)
 
 
+async def test_workers_that_all_fail_at_once_are_all_waited_for() -> None:
+    pids: set[int] = set()
+
+    def fail(_name: str, _line: str) -> None:
+        pids.update(supervisor.pids.values())
+        raise OSError("no space left")
+
+    argv = ("/bin/sh", "-c", "while :; do echo x; done")
+    specs = [WorkerSpec(name=str(number), argv=argv) for number in range(20)]
+    supervisor = Supervisor(specs, drain_timeout_s=20, on_line=fail)
+    with pytest.raises(ExceptionGroup):
+        await supervisor.run()
+    assert pids
+    assert not [pid for pid in pids if psutil.pid_exists(pid)], "not even as a zombie"
+
+
 async def test_workers_know_their_parent_and_not_what_was_taken_from_them() -> None:
     watch = Watch()
     spec = WorkerSpec(
