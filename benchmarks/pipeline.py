@@ -31,13 +31,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.report import report
 from pipeline.config import Config
-from pipeline.config_files import load_config
 from pipeline.embedded import EmbeddedServer
 from pipeline.feeder import prompt_entry, stamped
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys, Stream
 from pipeline.messages import PromptGroup, RolloutGroup
-from pipeline.run_data import load_run_data
+from pipeline.run.data import load_run_data
+from pipeline.settings.files import load_config
 from pipeline.streams import DropReason, Streams, connect
 from pipeline.weights import WeightPublisher
 from pipeline.weights.state import WeightState
@@ -125,7 +125,7 @@ def _prepare(case: Case, directory: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from pipeline.demo.task import END, VOCABULARY, save_tokenizer
-    from pipeline.models import quiet
+    from pipeline.models.loading import quiet
 
     config = LlamaConfig(
         vocab_size=len(VOCABULARY),

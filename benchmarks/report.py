@@ -13,7 +13,7 @@ from importlib.metadata import version
 
 import psutil
 
-from pipeline.cores import available_cores
+from pipeline.local.cores import available_cores
 
 
 def machine() -> dict[str, object]:

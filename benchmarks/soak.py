@@ -22,11 +22,11 @@ import psutil
 
 from benchmarks.report import report
 from pipeline.config import Config
-from pipeline.config_files import load_config
 from pipeline.keys import Keys
-from pipeline.local_run import Crew, LocalRun
+from pipeline.local.run import Crew, LocalRun
+from pipeline.local.supervisor import Supervisor
+from pipeline.settings.files import load_config
 from pipeline.streams import Streams, connect
-from pipeline.supervisor import Supervisor
 
 _SAMPLE_S = 0.5
 

@@ -1,7 +1,7 @@
 """How it is said that two parts of a run have different settings.
 
 In: what both agree on or should, setting -> value as JSON. Out: one line for people. The values
-themselves are made in `pipeline.config_files`.
+themselves are made in `pipeline.settings.files`.
 """
 
 from __future__ import annotations

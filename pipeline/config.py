@@ -3,7 +3,7 @@
 In: TOML files, environment and `--set` overrides. Out: one frozen `Config`; a component receives
 its own section, never the whole. Unknown keys fail and name the nearest known one.
 
-The models stand in data-flow order; `config.toml` is rendered from them (`pipeline.config_files`).
+The models stand in data-flow order; `config.toml` is rendered from them (`pipeline.settings.files`).
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from redis.exceptions import ResponseError
 
 from pipeline.agreement import differences
-from pipeline.connection import Script, passes, until_accepted
 from pipeline.errors import ConfigError, RunConflictError, TrainerReplacedError, few
 from pipeline.keys import META_OF_ALL_RUNS, Keys, run_of
 from pipeline.messages import Endpoints
+from pipeline.queues.connection import Script, passes, until_accepted
 from pipeline.roster import MICROSECONDS, Control, RunFacts, WorkerInfo, new_worker_id, read_worker, record_of
 
 if TYPE_CHECKING:

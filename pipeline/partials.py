@@ -7,10 +7,10 @@ broken, of another prompt or too old is told and left alone: the group is then g
 
 from __future__ import annotations
 
-from pipeline.context import WorkerContext
 from pipeline.errors import MessageError
 from pipeline.messages import PartialGroup, PromptGroup
 from pipeline.wire import decode, encode
+from pipeline.worker.context import WorkerContext
 
 
 class Partials:

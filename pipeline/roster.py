@@ -25,9 +25,9 @@ _UNSAID: Mapping[str, Any] = MappingProxyType(
 
 
 def new_worker_id(role: str) -> str:
-    """Readable and unique: role, host, process, and four random hex digits."""
+    """Readable and unique: role, host, process, and eight random hex digits."""
     host = socket.gethostname().split(".", maxsplit=1)[0] or "host"
-    return f"{role}-{host}-{os.getpid()}-{secrets.token_hex(2)}"
+    return f"{role}-{host}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pipeline.keys import Stream
-from pipeline.ledger import Depth
-from pipeline.limits import Limit, limiting_stage
 from pipeline.messages import Json
+from pipeline.queues.ledger import Depth
 from pipeline.roster import WorkerInfo
-from pipeline.run_status import RunStatus, collect
+from pipeline.run.limits import Limit, limiting_stage
+from pipeline.run.status import RunStatus, collect
 from pipeline.tables import table
 
 __all__ = ["Limit", "RunStatus", "collect", "limiting_stage", "render", "stream_table", "worker_table"]

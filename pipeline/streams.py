@@ -17,13 +17,13 @@ from redis.exceptions import ConnectionError as Unreachable
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as TooLate
 
-from pipeline.accounts import Accounts
 from pipeline.config import QueueSettings
-from pipeline.connection import MAX_BLOCK_S, connect, is_away, passes
 from pipeline.keys import CONSUMER_GROUP, Keys, Stream
-from pipeline.leases import DeadLetter, Entry, Lease, LeaseKeeper, Moved, Queued, lease_of
-from pipeline.ledger import Depth, DropReason, Ledger
 from pipeline.messages import SCHEMA_VERSION
+from pipeline.queues.accounts import Accounts
+from pipeline.queues.connection import MAX_BLOCK_S, connect, is_away, passes
+from pipeline.queues.leases import DeadLetter, Entry, Lease, LeaseKeeper, Moved, Queued, lease_of
+from pipeline.queues.ledger import Depth, DropReason, Ledger
 
 __all__ = [
     "DeadLetter",

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from pipeline.fleet import WorkerInfo
 from pipeline.keys import Stream
-from pipeline.ledger import Depth
-from pipeline.limits import Limit, limiting_stage
 from pipeline.messages import Json
+from pipeline.queues.ledger import Depth
 from pipeline.roster import RunFacts
+from pipeline.run.limits import Limit, limiting_stage
 
 RUNNING: dict[str, Json] = {"ready": True, "state": "running", "progress_age_s": 0.5, "idle_ratio": 0.5}
 

@@ -9,10 +9,10 @@ import time
 
 import psutil
 
-from pipeline.config_files import load_config
 from pipeline.errors import DataError
 from pipeline.keys import Stream
-from pipeline.lifecycle import WorkerContext, run_worker
+from pipeline.settings.files import load_config
+from pipeline.worker.lifecycle import WorkerContext, run_worker
 
 
 async def idle(context: WorkerContext) -> None:

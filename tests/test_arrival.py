@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.arrival import Arrival
 from pipeline.config import RedisSettings
-from pipeline.config_files import load_config
-from pipeline.connection import connect
 from pipeline.errors import ConfigError
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys
 from pipeline.metrics import Metrics
-from pipeline.worker_state import WorkerState
+from pipeline.queues.connection import connect
+from pipeline.settings.files import load_config
+from pipeline.worker.arrival import Arrival
+from pipeline.worker.state import WorkerState
 from tests.refusing import BREAK_AND_MEND, break_, mend, server_without_a_place_for_snapshots
 
 

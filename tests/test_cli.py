@@ -15,15 +15,15 @@ from redis.asyncio import Redis
 
 from pipeline.cli import cli
 from pipeline.config import QueueSettings, RedisSettings
-from pipeline.config_files import load_config
 from pipeline.embedded import EmbeddedServer
 from pipeline.errors import RunConflictError
-from pipeline.first_contact import make_contact
 from pipeline.fleet import Fleet, WorkerInfo
 from pipeline.keys import Keys, Stream
-from pipeline.leases import Entry
-from pipeline.local_run import Crew, LocalRun
-from pipeline.server_address import announce_server, find_server, withdraw_server
+from pipeline.local.first_contact import make_contact
+from pipeline.local.run import Crew, LocalRun
+from pipeline.local.server_address import announce_server, find_server, withdraw_server
+from pipeline.queues.leases import Entry
+from pipeline.settings.files import load_config
 from pipeline.streams import Streams, connect
 
 ROOT = Path(__file__).parent.parent

@@ -11,14 +11,14 @@ from typing import TypeVar
 import pytest
 from redis.asyncio import Redis
 
+from pipeline.checks.doctor import Level, examine
 from pipeline.config import QueueSettings, RedisSettings
-from pipeline.config_files import load_config
-from pipeline.doctor import Level, examine
 from pipeline.embedded import EmbeddedServer
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys, Stream
-from pipeline.leases import Entry
-from pipeline.server_address import find_server
+from pipeline.local.server_address import find_server
+from pipeline.queues.leases import Entry
+from pipeline.settings.files import load_config
 from pipeline.streams import Streams, connect
 from tests.conftest import Answer
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.checks.config import MAX_ROWS, Report, check, check_quickly
 from pipeline.cli import run
 from pipeline.config import Config
-from pipeline.config_check import MAX_ROWS, Report, check, check_quickly
-from pipeline.config_files import load_config
 from pipeline.errors import ConfigError
+from pipeline.settings.files import load_config
 from tests.tiny import make_tiny_model
 
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config import Config
-from pipeline.config_files import fingerprint, load_config, masked, render_reference, schema, show
-from pipeline.config_reference import settings, to_toml
 from pipeline.errors import ConfigError
+from pipeline.settings.files import fingerprint, load_config, masked, render_reference, schema, show
+from pipeline.settings.reference import settings, to_toml
 
 ROOT = Path(__file__).parent.parent
 MISSING = object()

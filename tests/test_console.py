@@ -9,7 +9,7 @@ import click
 import pytest
 
 from pipeline.cli.console import Console
-from pipeline.supervisor import WorkerExit
+from pipeline.local.supervisor import WorkerExit
 
 
 class Terminal(io.StringIO):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.cores import available_cores, gpu_environ, thread_environ, visible_gpus
+from pipeline.local.cores import available_cores, gpu_environ, thread_environ, visible_gpus
 
 
 def test_there_is_at_least_one_core() -> None:

@@ -13,8 +13,8 @@ import click
 import pytest
 
 from pipeline.cli import cli
-from pipeline.config_files import load_config
-from pipeline.config_reference import sections, settings
+from pipeline.settings.files import load_config
+from pipeline.settings.reference import sections, settings
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(

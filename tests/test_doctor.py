@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import redis as sync_redis
 
+from pipeline.checks.doctor import Finding, Level, examine, render
 from pipeline.config import Config
-from pipeline.config_files import load_config
-from pipeline.doctor import Finding, Level, examine, render
 from pipeline.embedded import EmbeddedServer
+from pipeline.settings.files import load_config
 from tests.engines.stand_in import fine, stand_in
 from tests.tiny import make_tiny_model
 

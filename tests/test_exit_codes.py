@@ -11,12 +11,12 @@ from collections.abc import Callable
 import pytest
 
 from pipeline.config import Config, RedisSettings
-from pipeline.config_files import load_config
 from pipeline.errors import DrainTimeoutError, ServiceUnavailableError
 from pipeline.fleet import Fleet, WorkerInfo
 from pipeline.keys import Keys
-from pipeline.lifecycle import WorkerContext, run_worker
+from pipeline.settings.files import load_config
 from pipeline.streams import connect
+from pipeline.worker.lifecycle import WorkerContext, run_worker
 from tests.sample_worker import crashes, idle, misreads, stubborn
 
 pytestmark = pytest.mark.usefixtures("logging_as_before")

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.config_files import load_config
-from pipeline.lifecycle import WorkerContext, run_worker
-from pipeline.limits import Limit
+from pipeline.run.limits import Limit
+from pipeline.settings.files import load_config
+from pipeline.worker.lifecycle import WorkerContext, run_worker
 from workers import exporter
 
 

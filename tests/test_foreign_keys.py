@@ -9,12 +9,12 @@ import pytest
 from redis.asyncio import Redis
 
 from pipeline.config import QueueSettings
-from pipeline.config_files import load_config
 from pipeline.errors import RunConflictError
 from pipeline.fleet import Fleet, WorkerInfo
 from pipeline.keys import Keys, Stream
-from pipeline.lifecycle import WorkerContext, run_worker
+from pipeline.settings.files import load_config
 from pipeline.streams import Streams
+from pipeline.worker.lifecycle import WorkerContext, run_worker
 from tests.conftest import Answer
 from tests.sample_worker import idle
 

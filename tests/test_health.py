@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from pipeline.errors import ConfigError
-from pipeline.health import HealthServer
+from pipeline.worker.health import HealthServer
 
 
 class Truth:

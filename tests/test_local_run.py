@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import Config
-from pipeline.config_files import load_config
 from pipeline.errors import ConfigError
-from pipeline.local_run import Crew, LocalRun, worker_specs
-from pipeline.server_address import find_server, with_server
+from pipeline.local.run import Crew, LocalRun, worker_specs
+from pipeline.local.server_address import find_server, with_server
+from pipeline.settings.files import load_config
 
 PRINTS = "import os, sys; print(sys.argv[1:], os.environ.get('REDIS_URL'), os.environ.get('OMP_NUM_THREADS'))"
 

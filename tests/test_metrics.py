@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pipeline.instruments import Kind, Spec
 from pipeline.metrics import Metrics
 from pipeline.rates import Rates
-from pipeline.run_metrics import REDIS_UP, RUN_METRICS
+from pipeline.run.metrics import REDIS_UP, RUN_METRICS
 
 ALL: list[Spec] = [*Metrics.specs(), REDIS_UP, *RUN_METRICS]
 

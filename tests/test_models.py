@@ -18,8 +18,15 @@ from transformers import MistralConfig, MistralForCausalLM
 from pipeline.config import LoraSettings, ModelSettings
 from pipeline.engines.architecture import check_architecture, end_token_ids
 from pipeline.errors import ConfigError, ModelError
-from pipeline.model_weights import apply_weights, export_weights, state_checksum, tensors_checksum, weight_kind
-from pipeline.models import context_length, load_config, load_model, load_tokenizer, resolve_device, resolve_dtype
+from pipeline.models.loading import (
+    context_length,
+    load_config,
+    load_model,
+    load_tokenizer,
+    resolve_device,
+    resolve_dtype,
+)
+from pipeline.models.weights import apply_weights, export_weights, state_checksum, tensors_checksum, weight_kind
 from pipeline.weights import HostTensor, WeightKind, WeightState
 from tests.tiny import make_tiny_model, make_tokenizer
 
@@ -218,7 +225,7 @@ def refusal_with_hub_at(address: str, cache: Path) -> str:
     code = """
 from pipeline.config import ModelSettings
 from pipeline.errors import ModelError
-from pipeline.models import load_config
+from pipeline.models.loading import load_config
 try:
     load_config(ModelSettings(path="no-such/model"))
 except ModelError as error:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from pipeline.curve import how_sampled
 from pipeline.messages import Json
-from pipeline.recorder import Recorder, find_sample, plot_curve, read_metrics, tail_samples
+from pipeline.records.curve import how_sampled
+from pipeline.records.recorder import Recorder, find_sample, plot_curve, read_metrics, tail_samples
 from tests.groups import make_prompt, make_scored
 
 

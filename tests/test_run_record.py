@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.ledger import Ledger
-from pipeline.recorder import Recorder
-from pipeline.run_record import read_record
+from pipeline.queues.ledger import Ledger
+from pipeline.records.recorder import Recorder
+from pipeline.run.record import read_record
 from tests.conftest import Answer
 
 Ask = Callable[..., Answer]

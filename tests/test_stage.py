@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.stage import BusyClock
+from pipeline.worker.stage import BusyClock
 
 
 def test_overlapping_groups_are_counted_once() -> None:

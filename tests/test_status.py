@@ -10,15 +10,15 @@ import pytest
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
-from pipeline.accounts import Accounts
 from pipeline.config import QueueSettings
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys, Stream
-from pipeline.leases import Death
-from pipeline.ledger import Depth
 from pipeline.messages import Json
+from pipeline.queues.accounts import Accounts
+from pipeline.queues.leases import Death
+from pipeline.queues.ledger import Depth
 from pipeline.roster import RunFacts
-from pipeline.run_metrics import RunCollector
+from pipeline.run.metrics import RunCollector
 from pipeline.status import Limit, collect, limiting_stage, render
 from pipeline.streams import Entry, Streams
 from tests.run_states import depths, everyone, limit, worker

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.supervisor import RestartPolicy, Supervisor, WorkerExit, WorkerSpec
+from pipeline.local.supervisor import RestartPolicy, Supervisor, WorkerExit, WorkerSpec
 
 QUICK = RestartPolicy(first_s=0.01, limit_s=0.05, healthy_after_s=60.0, max_failures=4)
 FOREVER = "import time\nprint('ready', flush=True)\ntime.sleep(600)"
@@ -324,7 +324,7 @@ def supervisor_process() -> subprocess.Popen[str]:
     code = """
 import asyncio, sys
 from tests.test_supervisor import DRAINS, script
-from pipeline.supervisor import Supervisor
+from pipeline.local.supervisor import Supervisor
 say = lambda name, line: print(line, flush=True)
 sys.exit(asyncio.run(Supervisor([script('a', DRAINS)], drain_timeout_s=20, on_line=say).run()))
 """

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from pipeline.config import TrackingSettings
 from pipeline.errors import ConfigError
-from pipeline.tracking import BackgroundTracker, create_trackers
+from pipeline.records.tracking import BackgroundTracker, create_trackers
 
 STAND_IN_FOR_WANDB = """
 import json

@@ -11,8 +11,8 @@ from redis.asyncio import Redis
 from pipeline.config import QueueSettings
 from pipeline.fleet import Fleet, WorkerInfo
 from pipeline.keys import Keys
-from pipeline.leases import Entry
 from pipeline.messages import Json
+from pipeline.queues.leases import Entry
 from pipeline.streams import Streams
 from tests.conftest import Answer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from pipeline.wait_log import WaitLog
+from pipeline.worker.wait_log import WaitLog
 
 Wait = Callable[[float], str | None]
 

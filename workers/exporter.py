@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from redis.exceptions import RedisError
 
 from pipeline.config import Config
-from pipeline.lifecycle import WorkerContext, run_worker
-from pipeline.limits import Limit
-from pipeline.run_metrics import RunCollector
-from pipeline.run_status import collect
+from pipeline.run.limits import Limit
+from pipeline.run.metrics import RunCollector
+from pipeline.run.status import collect
+from pipeline.worker.lifecycle import WorkerContext, run_worker
 
 if TYPE_CHECKING:
     from structlog.stdlib import BoundLogger

@@ -16,13 +16,13 @@ from pipeline.engines import GenerationEngine, Interrupted
 from pipeline.engines.registry import create_engine
 from pipeline.errors import WeightError
 from pipeline.keys import Stream
-from pipeline.lifecycle import WorkerContext, run_worker
 from pipeline.messages import PromptGroup, RolloutGroup
 from pipeline.partials import Partials
-from pipeline.stage import HandBack, Stage
 from pipeline.streams import Entry, Lease
 from pipeline.weights import WeightSubscriber
 from pipeline.wire import decode, encode
+from pipeline.worker.lifecycle import WorkerContext, run_worker
+from pipeline.worker.stage import HandBack, Stage
 
 _FRESHNESS_WAIT_S = 0.5
 

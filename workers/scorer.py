@@ -10,12 +10,12 @@ import time
 
 from pipeline.config import Config
 from pipeline.keys import Stream
-from pipeline.lifecycle import WorkerContext, run_worker
 from pipeline.messages import Outcome, RolloutGroup, Score, ScoredGroup
 from pipeline.rewards import RewardPool
-from pipeline.stage import Stage
 from pipeline.streams import Entry, Lease
 from pipeline.wire import decode, encode
+from pipeline.worker.lifecycle import WorkerContext, run_worker
+from pipeline.worker.stage import Stage
 
 
 class ScoringWork:

@@ -21,11 +21,11 @@ from pipeline.config import Config
 from pipeline.evaluation import EvaluationReport, Evaluator
 from pipeline.feeder import Feeder
 from pipeline.learner import Learner, load_learner
-from pipeline.lifecycle import WorkerContext, run_worker
-from pipeline.progress import Progress
-from pipeline.recovery import Recovery, TrainerState
-from pipeline.run_data import RunData, load_run_data
+from pipeline.run.data import RunData, load_run_data
+from pipeline.run.progress import Progress
+from pipeline.run.recovery import Recovery, TrainerState
 from pipeline.weights import WeightPublisher
+from pipeline.worker.lifecycle import WorkerContext, run_worker
 
 _FEED_WAIT_S = 0.5
 

@@ -14,7 +14,7 @@ from typing import TextIO
 
 import click
 
-from pipeline.supervisor import USAGE, WorkerExit
+from pipeline.local.supervisor import USAGE, WorkerExit
 
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_yellow")
 _SELF = "rollstream"

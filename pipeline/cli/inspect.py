@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis
 
     from pipeline.fleet import WorkerInfo
-    from pipeline.leases import DeadLetter, Queued
-    from pipeline.ledger import Depth, Ledger
+    from pipeline.queues.leases import DeadLetter, Queued
+    from pipeline.queues.ledger import Depth, Ledger
     from pipeline.status import RunStatus
     from pipeline.streams import Streams
 
@@ -42,7 +42,7 @@ as_count = click.option("-n", "--count", type=click.IntRange(min=1), default=10,
 @as_json
 def status(sources: Sources, is_watch: bool, is_json: bool) -> int:
     """Show queues, workers, progress, and which stage limits the rate; of a run that has ended, how it ended."""
-    from pipeline.server_address import is_without_server
+    from pipeline.local.server_address import is_without_server
     from pipeline.status import render
 
     is_watch = is_watch and not is_without_server(sources.load())
@@ -174,7 +174,7 @@ def rollouts() -> None:
 @as_json
 def tail(sources: Sources, count: int, is_json: bool) -> int:
     """Show the newest samples."""
-    from pipeline.recorder import tail_samples
+    from pipeline.records.recorder import tail_samples
 
     config = sources.load()
     samples = tail_samples(config.run_dir, count)
@@ -191,7 +191,7 @@ def tail(sources: Sources, count: int, is_json: bool) -> int:
 @as_json
 def show(sources: Sources, group_id: str, is_json: bool) -> int:
     """Show the newest sample of one group."""
-    from pipeline.recorder import find_sample
+    from pipeline.records.recorder import find_sample
 
     config = sources.load()
     sample = find_sample(config.run_dir, group_id)
@@ -223,8 +223,8 @@ def list_checkpoints(sources: Sources, is_json: bool) -> int:
 
 
 def _collect_status(sources: Sources) -> RunStatus:
-    from pipeline.run_record import as_status, complete, read_record
-    from pipeline.server_address import is_without_server
+    from pipeline.local.server_address import is_without_server
+    from pipeline.run.record import as_status, complete, read_record
 
     config = sources.load()
     if is_without_server(config) and (record := read_record(config.run_dir)) is not None:

@@ -36,7 +36,7 @@ class Sources:
 
     def load(self) -> Config:
         """Raises ConfigError."""
-        from pipeline.config_files import load_config
+        from pipeline.settings.files import load_config
 
         return load_config(self.files or self._default_files(), overrides=self.overrides)
 
@@ -117,8 +117,8 @@ def with_redis(sources: Sources, body: Callable[[Redis, Keys], Awaitable[R]], *,
 @contextmanager
 def _served(config: Config, words: str, *, starts_server: bool) -> Iterator[Config]:
     """The settings with the address of a server that is there."""
-    from pipeline.local_run import kept_server
-    from pipeline.server_address import is_without_server, kept_dir, with_server
+    from pipeline.local.run import kept_server
+    from pipeline.local.server_address import is_without_server, kept_dir, with_server
 
     if starts_server and is_without_server(config) and kept_dir(config).is_dir():
         with kept_server(config) as resolved:
@@ -132,9 +132,9 @@ def _explained(error: Exception, config: Config) -> Exception:
     from redis.exceptions import ConnectionError as Unreachable
     from redis.exceptions import TimeoutError as TooLate
 
-    from pipeline.config_files import server_name
-    from pipeline.connection import passes, refusal
     from pipeline.errors import ConfigError, ServiceUnavailableError
+    from pipeline.queues.connection import passes, refusal
+    from pipeline.settings.files import server_name
 
     server = server_name(config.redis)
     if why := refusal(error):

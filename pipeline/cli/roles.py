@@ -22,8 +22,8 @@ def _worker(role: str, summary: str) -> click.Command:
     @click.command(role, help=f"{summary} Runs in the foreground until it is drained (SIGTERM, Ctrl-C).")
     @takes_config
     def command(sources: Sources) -> int:
-        from pipeline.server_address import with_server
-        from pipeline.shutdown import ignore_signals
+        from pipeline.local.server_address import with_server
+        from pipeline.worker.shutdown import ignore_signals
 
         # Before the worker listens to signals, a signal finds nothing to drain.
         signal.signal(signal.SIGTERM, _leave)
@@ -65,10 +65,10 @@ def up(sources: Sources, num_generators: int, num_scorers: int, has_exporter: bo
     import asyncio
     import time
 
+    from pipeline.checks.config import check_quickly
     from pipeline.cli.console import Console
-    from pipeline.config_check import check_quickly
-    from pipeline.local_run import Crew, LocalRun
-    from pipeline.run_summary import summary_lines
+    from pipeline.local.run import Crew, LocalRun
+    from pipeline.local.summary import summary_lines
 
     started = time.monotonic()
     config = sources.load()

@@ -22,7 +22,7 @@ def config() -> None:
 @click.option("--reference", "is_reference", is_flag=True, help="Every setting with its default and why.")
 def show_config(sources: Sources, is_json: bool, is_reference: bool) -> int:
     """Print the settings as they resolve, without secrets."""
-    from pipeline.config_files import masked, render_reference, show
+    from pipeline.settings.files import masked, render_reference, show
 
     if is_reference:
         click.echo(render_reference(), nl=False)
@@ -39,7 +39,7 @@ def show_config(sources: Sources, is_json: bool, is_reference: bool) -> int:
 @takes_config
 def check_config(sources: Sources) -> int:
     """Check the settings and everything they name: data, reward functions, prompts, model."""
-    from pipeline.config_check import check
+    from pipeline.checks.config import check
 
     report = check(sources.load())
     for subject, text in report.facts:
@@ -53,7 +53,7 @@ def check_config(sources: Sources) -> int:
 @config.command("schema")
 def config_schema() -> int:
     """Print the JSON schema of the settings, for editors."""
-    from pipeline.config_files import schema
+    from pipeline.settings.files import schema
 
     echo_json(schema())
     return 0
@@ -64,7 +64,7 @@ def config_schema() -> int:
 @as_json
 def doctor(sources: Sources, is_json: bool) -> int:
     """Say whether this machine has what rollstream needs."""
-    from pipeline.doctor import examine, render
+    from pipeline.checks.doctor import examine, render
 
     findings = examine(sources.load())
     if is_json:

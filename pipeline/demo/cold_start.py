@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.demo.task import ASK, END, VOCABULARY, WORD_LENGTH, save_tokenizer
-from pipeline.models import quiet
+from pipeline.models.loading import quiet
 
 MAX_CONTEXT = 32
 

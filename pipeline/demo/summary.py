@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
-from pipeline.recorder import all_samples, read_metrics
+from pipeline.records.recorder import all_samples, read_metrics
 from pipeline.streams import Ledger
 
 _SHOWN = 3

@@ -20,7 +20,7 @@ from pipeline.engines.decoding import Decoder
 from pipeline.engines.rows import GroupTask
 from pipeline.errors import ModelError
 from pipeline.messages import Completion, PromptGroup, SamplingParams
-from pipeline.routing import RoutingRecorder, RoutingReplay, has_known_routers
+from pipeline.models.routing import RoutingRecorder, RoutingReplay, has_known_routers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

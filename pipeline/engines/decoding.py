@@ -26,8 +26,8 @@ from pipeline.engines.rows import Bools, GroupTask, Rows
 from pipeline.engines.sampling import Draw, RowSampling, draw
 from pipeline.errors import EngineError, WeightError
 from pipeline.messages import Completion, FinishReason, UnfinishedCompletion
-from pipeline.model_weights import Staged, apply_staged
-from pipeline.routing import RoutingRecorder
+from pipeline.models.routing import RoutingRecorder
+from pipeline.models.weights import Staged, apply_staged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

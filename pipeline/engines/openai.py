@@ -26,8 +26,8 @@ from pipeline.engines.vllm_requests import completion_text, sampling_values, tok
 from pipeline.errors import ConfigError, EngineError, EngineLostError, WeightError
 from pipeline.logs import get_logger
 from pipeline.messages import Completion, PartialGroup, PromptGroup
-from pipeline.model_weights import stage_weights
-from pipeline.models import context_length, load_skeleton, load_tokenizer
+from pipeline.models.loading import context_length, load_skeleton, load_tokenizer
+from pipeline.models.weights import stage_weights
 from pipeline.weights import Endpoints, WeightState
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pipeline.engines.openai_answers import PassingError
 from pipeline.engines.openai_checks import check_settings
 from pipeline.engines.shared_weights import SharedWeights
 from pipeline.errors import ConfigError
-from pipeline.models import context_length, load_config
+from pipeline.models.loading import context_length, load_config
 from pipeline.weights import HostTensor, WeightKind, WeightState
 
 

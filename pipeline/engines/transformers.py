@@ -22,9 +22,9 @@ from pipeline.engines.decoding import Decoder, Outcome
 from pipeline.engines.rows import GroupTask
 from pipeline.errors import EngineError
 from pipeline.messages import Completion, PartialGroup, PromptGroup
-from pipeline.model_weights import Staged, stage_weights
-from pipeline.models import context_length, load_model, load_tokenizer, resolve_device, resolve_dtype
-from pipeline.routing import RoutingRecorder
+from pipeline.models.loading import context_length, load_model, load_tokenizer, resolve_device, resolve_dtype
+from pipeline.models.routing import RoutingRecorder
+from pipeline.models.weights import Staged, stage_weights
 from pipeline.weights import WeightState
 
 if TYPE_CHECKING:

@@ -29,9 +29,9 @@ from pipeline.engines.vllm_updates import replace_weights
 from pipeline.errors import EngineError, EngineLostError, ModelError, WeightError
 from pipeline.logs import get_logger
 from pipeline.messages import Completion, PartialGroup, PromptGroup
-from pipeline.model_weights import stage_weights
-from pipeline.models import context_length, load_skeleton, load_tokenizer, resolve_device, resolve_dtype
-from pipeline.routing import Routers, find_routers
+from pipeline.models.loading import context_length, load_skeleton, load_tokenizer, resolve_device, resolve_dtype
+from pipeline.models.routing import Routers, find_routers
+from pipeline.models.weights import stage_weights
 from pipeline.weights import WeightKind, WeightState
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Any
 
 from pipeline.config import LoraSettings
 from pipeline.errors import WeightError
-from pipeline.model_weights import host_tensor
+from pipeline.models.weights import host_tensor
 from pipeline.weights import WeightState
 
 _MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from pipeline.engines.shared_weights import SharedReader, SharedTensor
 from pipeline.engines.vllm_pull import WeightPull
 from pipeline.errors import WeightError
-from pipeline.model_weights import dtype_named, host_tensor
+from pipeline.models.weights import dtype_named, host_tensor
 
 OWNED_S = 15.0
 

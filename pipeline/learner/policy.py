@@ -23,10 +23,10 @@ from pipeline.learner.optimizer import Optimizer
 from pipeline.learner.report import describe_groups, in_feeding_order
 from pipeline.learner.tally import TokenTally
 from pipeline.messages import ScoredGroup
-from pipeline.model_weights import export_weights, weight_kind
-from pipeline.models import load_model, load_tokenizer, quiet, resolve_device, resolve_dtype
+from pipeline.models.loading import load_model, load_tokenizer, quiet, resolve_device, resolve_dtype
+from pipeline.models.routing import RoutingReplay
+from pipeline.models.weights import export_weights, weight_kind
 from pipeline.policy import CausalModel, Policy
-from pipeline.routing import RoutingReplay
 from pipeline.staleness import assess
 from pipeline.weights import WeightState
 

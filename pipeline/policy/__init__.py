@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pipeline.batching import MicroBatch
+from pipeline.models.routing import RoutingReplay
 from pipeline.policy.logprobs import Targets, chunked_logprobs
 from pipeline.policy.output_head import OutputHead, find_output_head
-from pipeline.routing import RoutingReplay
 
 CausalModel: TypeAlias = PreTrainedModel | PeftModel
 

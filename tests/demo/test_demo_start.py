@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pipeline.config_check import check
+from pipeline.checks.config import check
 from pipeline.demo.cold_start import cold_start, exact_match, sequences
 from pipeline.demo.prepare import Prepared, prepare
 from pipeline.demo.settings import demo_config
 from pipeline.demo.summary import num_steps_of_a_part
 from pipeline.demo.task import ASK, VOCABULARY, WORD_LENGTH, make_words, save_tokenizer
-from pipeline.recorder import Recorder
-from pipeline.run_data import load_run_data
+from pipeline.records.recorder import Recorder
+from pipeline.run.data import load_run_data
 
 
 @pytest.fixture(scope="module")

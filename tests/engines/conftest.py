@@ -13,8 +13,8 @@ from pipeline.config import Config, GenerationSettings, LoraSettings, ModelSetti
 from pipeline.engines.openai import OpenAiEngine
 from pipeline.engines.transformers import TransformersEngine
 from pipeline.messages import Completion, PromptGroup, SamplingParams
-from pipeline.model_weights import export_weights, weight_kind
-from pipeline.models import load_model
+from pipeline.models.loading import load_model
+from pipeline.models.weights import export_weights, weight_kind
 from pipeline.weights import WeightState
 from tests.engines.stand_in import Handler, StandIn, stand_in
 from tests.tiny import make_tiny_model

@@ -7,8 +7,8 @@ import copy
 
 import pytest
 
+from pipeline.checks.config import check
 from pipeline.config import Config
-from pipeline.config_check import check
 from pipeline.engines.openai import OpenAiEngine
 from pipeline.engines.registry import create_engine
 from pipeline.errors import ConfigError, EngineError, EngineLostError

@@ -18,8 +18,8 @@ from pipeline.engines.rows import GroupTask
 from pipeline.engines.transformers import TransformersEngine
 from pipeline.errors import EngineError, WeightError
 from pipeline.messages import Completion, VersionSpan
-from pipeline.model_weights import stage_weights, state_checksum
-from pipeline.models import load_tokenizer
+from pipeline.models.loading import load_tokenizer
+from pipeline.models.weights import stage_weights, state_checksum
 from pipeline.weights import HostTensor, WeightKind
 from tests.engines.conftest import MakeEngine, group_of, load, plain_logits, shifted, state_of
 from tests.tiny import make_tiny_model

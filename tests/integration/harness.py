@@ -21,9 +21,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
 from pipeline.config import Config
-from pipeline.config_files import load_config
 from pipeline.fleet import Fleet, WorkerInfo
 from pipeline.keys import CONSUMER_GROUP, Keys, Stream
+from pipeline.settings.files import load_config
 from pipeline.streams import Ledger, Streams, connect
 from tests.integration.processes import Worker, start_process
 

@@ -20,7 +20,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_IMPORTED = ["pipeline.cli", "pipeline.config_files", "pipeline.learner.scripted", "pipeline.engines.scripted"] + [
+_IMPORTED = ["pipeline.cli", "pipeline.settings.files", "pipeline.learner.scripted", "pipeline.engines.scripted"] + [
     f"workers.{role}" for role in ("generator", "scorer", "trainer", "exporter")
 ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pipeline.record_fields import FIELDS, render_table
+from pipeline.records.fields import FIELDS, render_table
 from tests.integration.harness import running
 from tests.tiny import make_tiny_model
 
@@ -46,4 +46,4 @@ async def test_every_field_of_a_record_is_described_and_every_description_has_a_
 
 def test_the_table_in_the_documentation_is_the_one_in_the_code() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert render_table() in text, "put there what `python -m pipeline.record_fields` prints"
+    assert render_table() in text, "put there what `python -m pipeline.records.fields` prints"

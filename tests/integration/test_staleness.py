@@ -17,7 +17,7 @@ import numpy as np
 from pipeline.engines.scripted import ScriptedEngine
 from pipeline.keys import Keys, Stream
 from pipeline.messages import Completion, RolloutGroup, ScoredGroup
-from pipeline.run_data import load_run_data
+from pipeline.run.data import load_run_data
 from pipeline.weights import HostTensor, WeightKind, WeightState
 from pipeline.wire import decode
 from tests.integration.harness import POLL_S, SCRIPTED, Run, running

@@ -15,7 +15,7 @@ from pipeline.engines.registry import create_engine
 from pipeline.feeder import stamped
 from pipeline.learner import load_learner
 from pipeline.messages import Outcome, RewardResult, RolloutGroup, Score, ScoredGroup
-from pipeline.run_data import load_run_data
+from pipeline.run.data import load_run_data
 from tests.integration.harness import running
 from tests.integration.rewards import vowels
 from tests.tiny import make_tiny_model

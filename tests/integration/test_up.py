@@ -18,8 +18,8 @@ import pytest
 from pipeline.config import QueueSettings, RedisSettings
 from pipeline.embedded import EmbeddedServer
 from pipeline.keys import Keys
-from pipeline.ledger import Depth, Ledger
-from pipeline.recorder import read_metrics
+from pipeline.queues.ledger import Depth, Ledger
+from pipeline.records.recorder import read_metrics
 from pipeline.streams import Streams, connect
 
 ROOT = Path(__file__).parents[2]

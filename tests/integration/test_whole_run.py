@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.run_record import read_record
+from pipeline.run.record import read_record
 from tests.integration.harness import SCRIPTED, running
 
 

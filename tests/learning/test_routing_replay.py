@@ -18,8 +18,8 @@ from pipeline.config import AlgorithmSettings, StalenessSettings, TrainerSetting
 from pipeline.errors import ConfigError, MessageError, ModelError
 from pipeline.learner.policy import PolicyLearner, _enable_checkpointing
 from pipeline.messages import RoutedExperts, ScoredGroup
+from pipeline.models.routing import RoutingReplay
 from pipeline.policy import Policy
-from pipeline.routing import RoutingReplay
 from pipeline.staleness import assess
 from pipeline.wire import decode, encode
 from tests.learning.builders import Row, gradients, make_group, tiny_llama

@@ -11,8 +11,8 @@ from redis.asyncio import Redis
 
 from pipeline.errors import MessageError
 from pipeline.keys import Keys, Stream
-from pipeline.leases import lease_of
 from pipeline.messages import PromptGroup
+from pipeline.queues.leases import lease_of
 from pipeline.streams import Entry, Moved, Streams
 from pipeline.wire import decode
 from tests.streams.conftest import Worker, entries

@@ -10,10 +10,10 @@ import pytest
 from redis.asyncio import Redis
 
 from pipeline.config import QueueSettings, RedisSettings
-from pipeline.connection import connect
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys, Stream
 from pipeline.messages import Endpoints
+from pipeline.queues.connection import connect
 from pipeline.streams import Entry, Streams
 from tests.refusing import BREAK_AND_MEND, break_, mend, server_without_a_place_for_snapshots
 from tests.streams.conftest import entries

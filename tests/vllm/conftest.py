@@ -22,6 +22,7 @@ from tests.tiny import make_tiny_model
 STARTS_S = 300  # one engine on a busy machine
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Without vLLM these are skipped; `make setup-vllm` brings it."""
     here = Path(__file__).parent

@@ -1,0 +1,172 @@
+"""Whether everything that the settings name is there and fits together, without starting anything.
+
+In: a `Config`. Out: what was looked at, with a warning for what may be right and may not; or one
+ConfigError with a line for each problem. It makes the checks that the workers make, by their code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pipeline.config import Config
+from pipeline.engines.vllm_options import require_installed
+from pipeline.errors import ConfigError, UsageError
+from pipeline.prompts import Dataset
+
+# Enough to meet every kind of row, and read in a second.
+MAX_ROWS = 1000
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What was found.
+
+    facts: subject and text of what is there. warnings: what a run may get over. problems: what would
+    end it. datasets: what was read of the data, for the rewards to be tried on.
+    """
+
+    config: Config
+    is_quick: bool = False
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    datasets: list[Dataset] = field(default_factory=list)
+
+    def saw(self, subject: str, text: str) -> None:
+        """Something is there."""
+        self.facts.append((subject, text))
+
+    def add(self, examine: Callable[[Report], None]) -> None:
+        """Look at one thing."""
+        try:
+            examine(self)
+        except UsageError as error:
+            self.problems += str(error).splitlines()
+
+
+def check(config: Config) -> Report:
+    """Everything, the model and the server included. Raises ConfigError."""
+    from pipeline.checks import model
+
+    heavy = (model.algorithm, model.devices, model.prompts, model.policy)
+    return _examined(Report(config=config), (*_QUICK, *heavy, _server))
+
+
+def check_quickly(config: Config) -> Report:
+    """What takes no torch and no download: settings, files, data, rewards, packages. Raises ConfigError."""
+    return _examined(Report(config=config, is_quick=True), _QUICK)
+
+
+def _examined(report: Report, examine: Sequence[Callable[[Report], None]]) -> Report:
+    for look in examine:
+        report.add(look)
+    if report.problems:
+        raise ConfigError("\n".join(dict.fromkeys(report.problems)))
+    return report
+
+
+def _engine(report: Report) -> None:
+    if report.config.generation.engine == "vllm":
+        require_installed()
+    if report.config.generation.engine == "openai":
+        from pipeline.engines.openai_checks import check_settings
+
+        check_settings(report.config)
+
+
+def _keys(report: Report) -> None:
+    from pipeline.weights.security import check_public_key, load_server_keys
+
+    load_server_keys(report.config.weights.server_secret_key_file)
+    check_public_key(report.config.weights.server_public_key)
+
+
+def _steps(report: Report) -> None:
+    from pipeline.learner.schedule import check_schedule
+    from pipeline.run.data import check_end
+
+    check_end(report.config)
+    check_schedule(report.config.trainer)
+
+
+def _trackers(report: Report) -> None:
+    from pipeline.records.tracking import require_trackers
+
+    require_trackers(report.config.tracking)
+
+
+def _model_files(report: Report) -> None:
+    from pipeline.models.files import check_model_files
+
+    if report.config.generation.engine != "scripted":
+        check_model_files(report.config.model)
+
+
+def _training(report: Report) -> None:
+    from pipeline.run.data import training_set
+
+    if not _is_put_off(report, report.config.data.path):
+        _rows(report, "data", training_set(report.config, max_rows=MAX_ROWS))
+
+
+def _held_out(report: Report) -> None:
+    from pipeline.run.data import held_out_set
+
+    if _is_put_off(report, report.config.data.eval_path):
+        return
+    dataset = held_out_set(report.config, max_rows=MAX_ROWS)
+    if dataset is not None:
+        _rows(report, "held out", dataset)
+
+
+def _is_put_off(report: Report, path: str) -> bool:
+    from pipeline.prompts.files import is_on_hub
+
+    return report.is_quick and bool(path) and is_on_hub(path)
+
+
+def _rows(report: Report, subject: str, dataset: Dataset) -> None:
+    report.datasets.append(dataset)
+    number = f"the first {len(dataset)} rows" if dataset.is_cut else f"{len(dataset)} rows"
+    kinds = dataset.kinds()
+    columns = sorted(set[str]().union(*kinds))
+    report.saw(subject, f"{dataset.name}: {number}; columns besides the prompt: {', '.join(columns) or 'none'}")
+    for kind, index in kinds.items():
+        lacking = [name for name in columns if name not in kind]
+        if lacking:
+            report.warnings.append(
+                f"{dataset.where(index)} lacks {', '.join(lacking)}, which other rows have: "
+                "rewards must do without, or the row goes"
+            )
+
+
+def _rewards(report: Report) -> None:
+    from pipeline.rewards import TrialRow, load_rewards
+
+    rows = [
+        TrialRow(where=dataset.where(index), prompt=dataset[index].prompt, columns=dataset[index].columns)
+        for dataset in report.datasets
+        for index in dataset.kinds().values()
+    ]
+    rewards = load_rewards(report.config.scoring.rewards, rows)
+    report.saw("rewards", ", ".join(f"{reward.name} (weight {reward.weight:g})" for reward in rewards))
+
+
+def _server(report: Report) -> None:
+    """Never a problem: the server may be started later, or be out of reach from here."""
+    from pipeline.checks.doctor import Level, examine_server
+    from pipeline.local.server_address import is_without_server
+
+    config = report.config
+    if is_without_server(config):
+        report.saw("server", "a private one, which `rollstream up` starts")
+        return
+    for finding in examine_server(config):
+        if finding.level is Level.OK:
+            report.saw("server", finding.text)
+        else:
+            report.warnings.append(f"redis.url: {finding.text}; {finding.way_out}")
+
+
+_QUICK = (_engine, _keys, _steps, _trackers, _model_files, _training, _held_out, _rewards)

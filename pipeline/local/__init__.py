@@ -1,0 +1,1 @@
+"""One machine's part of a run: its server, its worker processes, and what they say."""

@@ -1,0 +1,312 @@
+"""Keeps the worker processes of one machine alive until the trainer is done.
+
+In: what to start. Out: their lines, merged and labelled, and one exit code. A worker that fails is
+started again after a pause that doubles, unless it fails again and again in the same way; one that
+exits with 2 stops everything, because a person must mend something. No worker outlives the
+supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pipeline.local.crashes import Crashes
+from pipeline.worker.shutdown import PARENT_VARIABLE
+
+USAGE = 2
+DRAIN_TIMED_OUT = 4
+_MAX_LINE_BYTES = 1 << 20
+_LAST_LINES_S = 2.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """One process. name: as in `generator-1`.
+
+    environ: added to the supervisor's own environment. unset: variables taken away from it.
+    ends_run: when it exits with 0 the run is over and the others are drained.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    environ: Mapping[str, str] = field(default_factory=dict)
+    unset: tuple[str, ...] = ()
+    ends_run: bool = False
+
+    def full_environ(self) -> dict[str, str]:
+        inherited = {name: value for name, value in os.environ.items() if name not in self.unset}
+        return {**inherited, "PYTHONUNBUFFERED": "1", **self.environ, PARENT_VARIABLE: str(os.getpid())}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """Pause before a restart: first_s, doubled at each failure in a row up to limit_s.
+
+    A life of healthy_after_s ends a row; max_failures in a row end the run. So do max_alike crashes
+    with the same error, however long the lives, when the run did not get ahead between them.
+    """
+
+    first_s: float = 0.5
+    limit_s: float = 30.0
+    healthy_after_s: float = 30.0
+    max_failures: int = 8
+    max_alike: int = 3
+
+    def pause_s(self, failures: int) -> float:
+        return min(self.limit_s, self.first_s * 2.0 ** (failures - 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerExit:
+    """A process ended after `seconds`. code: negative for a signal. restart_in_s: None when it stays away.
+
+    error: why, in its own words, where it said so. given_up_after: so many failures in a row, 0 otherwise.
+    """
+
+    name: str
+    code: int
+    seconds: float
+    restart_in_s: float | None
+    error: str = ""
+    given_up_after: int = 0
+
+
+class Supervisor:
+    """Runs workers.
+
+    `on_line(name, line)` sees every line, `on_exit(WorkerExit)` every end; `on_drain()` is called
+    once, when a signal asks for the end. `progress(name)` gives a value that changes when the run
+    gets ahead in a way that a restart of this worker keeps.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[WorkerSpec],
+        *,
+        drain_timeout_s: float,
+        on_line: Callable[[str, str], None],
+        on_exit: Callable[[WorkerExit], None] = lambda _: None,
+        on_drain: Callable[[], None] = lambda: None,
+        restart: RestartPolicy | None = None,
+        progress: Callable[[str], object] = lambda _: None,
+    ) -> None:
+        self._specs = tuple(specs)
+        self._drain_timeout_s = drain_timeout_s
+        self._on_line = on_line
+        self._on_exit = on_exit
+        self._on_drain = on_drain
+        self._restart = restart or RestartPolicy()
+        self._progress = progress
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._stopping = asyncio.Event()
+        self._killing = asyncio.Event()
+        self._code = 0
+        self._is_finished = False
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Processes that run now."""
+        return {name: process.pid for name, process in self._processes.items()}
+
+    async def run(self) -> int:
+        """Start all and stay until the run is over, is stopped, or cannot go on. Returns the exit code."""
+        with self._signals():
+            try:
+                async with asyncio.TaskGroup() as group:
+                    watch = group.create_task(self._escalate())
+                    async with asyncio.TaskGroup() as workers:
+                        for spec in self._specs:
+                            workers.create_task(self._keep(spec))
+                    watch.cancel()
+            finally:
+                for pid in self.pids.values():
+                    _signal_group(pid, signal.SIGKILL)
+        return self._code
+
+    def stop(self, code: int = 0) -> None:
+        """Drain all workers; a second call ends them at once."""
+        if self._stopping.is_set():
+            self._killing.set()
+            return
+        self._code = code
+        self._stopping.set()
+
+    def _on_signal(self) -> None:
+        if not self._stopping.is_set():
+            self._on_drain()
+        self.stop()
+
+    async def _keep(self, spec: WorkerSpec) -> None:
+        failures, crashes = 0, Crashes(lambda: self._progress(spec.name))
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            code = await self._run_once(spec, crashes)
+            seconds = time.monotonic() - started
+            failures = 1 if seconds >= self._restart.healthy_after_s else failures + 1
+            given_up_after = self._given_up_after(code, failures, crashes)
+            is_final = self._is_final(spec, code, given_up_after > 0)
+            pause_s = None if is_final else self._restart.pause_s(failures)
+            self._on_exit(
+                WorkerExit(
+                    name=spec.name,
+                    code=code,
+                    seconds=seconds,
+                    restart_in_s=pause_s,
+                    error=crashes.error,
+                    given_up_after=given_up_after,
+                )
+            )
+            if pause_s is None:
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause_s)
+
+    def _given_up_after(self, code: int, failures: int, crashes: Crashes) -> int:
+        """After how many failures another start is in vain; 0 while it is not."""
+        if code in {0, USAGE} or self._stopping.is_set():
+            return 0
+        num_alike = crashes.count() if code > 0 else 0
+        if num_alike >= self._restart.max_alike:
+            return num_alike
+        return failures if failures >= self._restart.max_failures else 0
+
+    def _is_final(self, spec: WorkerSpec, code: int, is_given_up: bool) -> bool:
+        """Whether a worker stays away after this exit; ends the run where that follows."""
+        if self._stopping.is_set():
+            if not self._is_finished and (code == DRAIN_TIMED_OUT or self._killing.is_set()):
+                self._code = self._code or DRAIN_TIMED_OUT
+            return True
+        if code == 0:
+            if spec.ends_run:
+                self._is_finished = True
+                self.stop()
+            return True
+        if code == USAGE or is_given_up:
+            self.stop(USAGE if code == USAGE else 1)
+            return True
+        return False
+
+    async def _run_once(self, spec: WorkerSpec, crashes: Crashes) -> int:
+        crashes.begin()
+
+        def on_line(name: str, line: str) -> None:
+            crashes.see(line)
+            self._on_line(name, line)
+
+        async with _output_of(spec, on_line) as write_fd:
+            process = await asyncio.create_subprocess_exec(
+                *spec.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=write_fd,
+                stderr=asyncio.subprocess.STDOUT,
+                env=spec.full_environ(),
+                start_new_session=True,
+            )
+            self._processes[spec.name] = process
+            if self._stopping.is_set():
+                number = signal.SIGKILL if self._killing.is_set() else signal.SIGTERM
+                _signal_group(process.pid, number, leader_only=True)
+            try:
+                return await process.wait()
+            finally:
+                del self._processes[spec.name]
+                _signal_group(process.pid, signal.SIGKILL)
+                await _buried(process)
+
+    async def _escalate(self) -> None:
+        """SIGTERM when asked to stop; SIGKILL when asked again or when the drain takes too long."""
+        await self._stopping.wait()
+        for pid in self.pids.values():
+            _signal_group(pid, signal.SIGTERM, leader_only=True)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._killing.wait(), self._drain_timeout_s)
+        self._killing.set()
+        for pid in self.pids.values():
+            _signal_group(pid, signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Signals are ours inside the block; one that is ignored stays ignored (nohup)."""
+        loop = asyncio.get_running_loop()
+        ours = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        for number in ours:
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number in ours:
+                loop.remove_signal_handler(number)
+
+
+async def _buried(process: asyncio.subprocess.Process) -> None:
+    """Wait for the end of a process that was killed, even when cancelled: one that is left is no one's child."""
+    end = asyncio.create_task(process.wait())
+    cancelled: asyncio.CancelledError | None = None
+    while not end.done():
+        try:
+            await asyncio.shield(end)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
+@contextlib.asynccontextmanager
+async def _output_of(spec: WorkerSpec, on_line: Callable[[str, str], None]) -> AsyncIterator[int]:
+    """The file descriptor that a worker writes to; its lines are passed on.
+
+    Not asyncio's own pipe: with that the end of a process is seen only when all that it has started
+    has closed the pipe too.
+    """
+    read_fd, write_fd = os.pipe()
+    stream = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(read_fd, "rb", buffering=0)
+    )
+
+    async def pass_on() -> None:
+        async for line in _lines(stream):
+            on_line(spec.name, line)
+
+    try:
+        # In a group: a line that cannot be passed on ends the run, it does not fill the pipe.
+        async with asyncio.TaskGroup() as group:
+            reader = group.create_task(pass_on())
+            try:
+                yield write_fd
+            finally:
+                os.close(write_fd)
+                # What has left the worker's process group may hold the pipe open for ever.
+                await asyncio.wait([reader], timeout=_LAST_LINES_S)
+                reader.cancel()
+    finally:
+        transport.close()
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """Lines of any length; an endless one is cut."""
+    rest = b""
+    while chunk := await stream.read(65536):
+        *whole, rest = (rest + chunk).split(b"\n")
+        if len(rest) > _MAX_LINE_BYTES:
+            whole, rest = [*whole, rest], b""
+        for line in whole:
+            yield line.decode(errors="replace").rstrip("\r")
+    if rest:
+        yield rest.decode(errors="replace")
+
+
+def _signal_group(pid: int, number: signal.Signals, *, leader_only: bool = False) -> None:
+    """A worker leads a process group of its own; what it started ends with it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if leader_only:
+            os.kill(pid, number)
+            return
+        os.killpg(pid, number)

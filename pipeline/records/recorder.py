@@ -1,0 +1,265 @@
+"""The run directory: what was measured at every step, and samples of what was said.
+
+In: metrics and scored groups. Out: `metrics.jsonl` and `samples.jsonl`, one JSON object a line,
+readable while the run goes on. A full disk costs records, which are counted, never the run. Steps
+that a resumed run does again stand in `metrics.jsonl` once; what it lost is in `metrics_lost.jsonl`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, SupportsFloat, TypeAlias
+
+import structlog
+
+from pipeline.json_values import plain_json
+from pipeline.messages import Completion, Json, Score, ScoredGroup
+
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+LOST_FILE = "metrics_lost.jsonl"
+_BLOCK_BYTES = 1 << 16
+_log = structlog.get_logger()
+
+Values: TypeAlias = Mapping[str, SupportsFloat | str | Mapping[str, SupportsFloat] | None]
+
+
+class Recorder:
+    """Appends to the records of one run.
+
+    role: kind of worker that writes, named in every record. clock: Unix seconds.
+    """
+
+    def __init__(self, run_dir: Path, role: str, *, clock: Callable[[], float] = time.time) -> None:
+        self._run_dir = run_dir
+        self._role = role
+        self._clock = clock
+        self._torn: set[str] = {METRICS_FILE, SAMPLES_FILE, LOST_FILE}
+        self._is_failure_logged = False
+        self.num_lost = 0
+
+    def metrics(self, step: int, values: Values) -> None:
+        """One record of a step. Several records of one step are read as one."""
+        self._append(METRICS_FILE, [self._head(step) | {name: plain_json(value) for name, value in values.items()}])
+
+    def samples(self, step: int, groups: Sequence[ScoredGroup]) -> None:
+        """One record for each group, with its completions and their rewards."""
+        self._append(SAMPLES_FILE, [self._head(step) | _sample(group) for group in groups])
+
+    def rewind(self, step: int) -> int:
+        """The run goes on from `step`: what comes after it is done again. Returns how many records made way.
+
+        An evaluation that came later, of weights that go on, stays as one of `step`.
+        """
+        kept, lost = _divided(list(_records(_lines(self._run_dir / METRICS_FILE))), step)
+        if not lost:
+            return 0
+        self._append(LOST_FILE, lost)
+        aside = self._run_dir / f".{METRICS_FILE}.writing"
+        try:
+            aside.write_text(_text(kept), encoding="utf-8", errors="replace")
+            aside.replace(self._run_dir / METRICS_FILE)
+        except OSError as error:
+            self._log_once(METRICS_FILE, error)
+        return len(lost)
+
+    def close(self) -> None:
+        """Say how many records were lost; all others are on disk already."""
+        if self.num_lost:
+            _log.error("records_lost", run_dir=str(self._run_dir), num_lost=self.num_lost)
+
+    def _head(self, step: int) -> dict[str, Json]:
+        return {"step": step, "time": round(self._clock(), 3), "role": self._role}
+
+    def _append(self, name: str, records: Sequence[Mapping[str, Json]]) -> None:
+        if not records:
+            return
+        try:
+            self._write(self._run_dir / name, _text(records).encode("utf-8", errors="replace"))
+        except OSError as error:
+            self._torn.add(name)
+            self.num_lost += len(records)
+            self._log_once(name, error)
+
+    def _write(self, path: Path, data: bytes) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            # A crash or a full disk may have left half a line; what follows must not be glued to it.
+            if path.name in self._torn and not _ends_with_newline(path):
+                data = b"\n" + data
+            if os.write(descriptor, data) < len(data):
+                raise OSError(f"only a part of the record fitted into {path}")
+        finally:
+            os.close(descriptor)
+        self._torn.discard(path.name)
+
+    def _log_once(self, name: str, error: OSError) -> None:
+        if self._is_failure_logged:
+            return
+        self._is_failure_logged = True
+        _log.error("record_not_written", file=str(self._run_dir / name), error=str(error), consequence="run goes on")
+
+
+def _text(records: Iterable[Mapping[str, Json]]) -> str:
+    return "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
+
+
+def _divided(records: Sequence[dict[str, Any]], step: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What belongs to a run that goes on from `step`, and what does not; one that begins anew keeps nothing."""
+    kept: list[dict[str, Any]] = []
+    lost: list[dict[str, Any]] = []
+    newest = max((record.get("weight_version", 0) for record in records if _step_of(record) <= step), default=0)
+    for record in records:
+        if step > 0 and _step_of(record) > step and record.get("eval_weight_version", math.inf) <= newest:
+            kept.append(record | {"step": step})
+        elif 0 < step >= _step_of(record):
+            kept.append(record)
+        else:
+            lost.append(record)
+    return kept, lost
+
+
+def _step_of(record: Mapping[str, Any]) -> float:
+    step = record.get("step")
+    return step if isinstance(step, int) else math.inf
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _sample(group: ScoredGroup) -> dict[str, Json]:
+    prompt = group.rollout.prompt
+    completions: list[Json] = [
+        _completion(completion, score)
+        for completion, score in zip(group.rollout.completions, group.scores, strict=True)
+    ]
+    return {
+        "group_id": prompt.group_id,
+        "is_evaluation": prompt.is_evaluation,
+        "dataset_index": prompt.dataset_index,
+        "epoch": prompt.epoch,
+        "prompt": plain_json(prompt.prompt),
+        "columns": plain_json(prompt.columns),
+        "completions": completions,
+        "generator": group.rollout.generator,
+        "scorer": group.scorer,
+    }
+
+
+def _completion(completion: Completion, score: Score) -> Json:
+    problems: dict[str, Json] = {part.name: part.problem for part in score.parts if part.problem}
+    return {
+        "text": completion.text,
+        "reward": score.reward,
+        "rewards": {part.name: part.value for part in score.parts},
+        "outcomes": {part.name: part.outcome.value for part in score.parts},
+        "num_tokens": len(completion),
+        "finish_reason": completion.finish_reason.value,
+        "versions": [[span.weight_version, span.first_token] for span in completion.spans],
+        **({"problems": problems} if problems else {}),
+    }
+
+
+# Reading
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """One record for each step, in order.
+
+    A run that resumed from an older checkpoint did some steps twice; the later ones count.
+    """
+    by_step: dict[int, dict[str, Any]] = {}
+    last_step = -1
+    for record in _records(_lines(run_dir / METRICS_FILE)):
+        step = record.get("step")
+        if not isinstance(step, int):
+            continue
+        if step < last_step:
+            by_step = {known: values for known, values in by_step.items() if known < step}
+        by_step[step] = by_step.get(step, {}) | record
+        last_step = step
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def last_metrics(run_dir: Path, names: Collection[str]) -> dict[str, Any]:
+    """The newest record, and with it the newest value of each name, wherever that was recorded last."""
+    found: dict[str, Any] = {}
+    for record in _records(_lines_backwards(run_dir / METRICS_FILE)):
+        found = record | found
+        if all(name in found for name in names):
+            break
+    return found
+
+
+def all_samples(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Every sample record, oldest first."""
+    return _records(_lines(run_dir / SAMPLES_FILE))
+
+
+def tail_samples(run_dir: Path, n: int) -> list[dict[str, Any]]:
+    """The last `n` sample records, oldest first; fewer, or none, if there are not that many."""
+    newest: list[dict[str, Any]] = []
+    for record in _records(_lines_backwards(run_dir / SAMPLES_FILE)):
+        if len(newest) >= n:
+            break
+        newest.append(record)
+    return newest[::-1]
+
+
+def find_sample(run_dir: Path, group_id: str) -> dict[str, Any] | None:
+    """The newest sample record of a group, or None."""
+    records = _records(_lines_backwards(run_dir / SAMPLES_FILE))
+    return next((record for record in records if record.get("group_id") == group_id), None)
+
+
+def _records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Whole records only: the last line of a file that is being written may be half a one."""
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    if path.is_file():
+        with path.open("rb") as file:
+            yield from file
+
+
+def _lines_backwards(path: Path) -> Iterator[bytes]:
+    """Lines from the last to the first, without reading a long file as a whole."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        position = file.seek(0, os.SEEK_END)
+        rest = b""
+        while position > 0:
+            size = min(_BLOCK_BYTES, position)
+            position -= size
+            file.seek(position)
+            first, *complete = (file.read(size) + rest).split(b"\n")
+            yield from reversed(complete)
+            rest = first
+        yield rest
+
+
+def plot_curve(run_dir: Path, png: Path, *, temperature: float = 1.0, eval_temperature: float = 0.0) -> Path | None:
+    """The learning curve as a picture; None without matplotlib or without records. See `pipeline.records.curve`."""
+    from pipeline.records.curve import draw
+
+    records = read_metrics(run_dir)
+    return draw(records, png, title=run_dir.name, temperature=temperature, eval_temperature=eval_temperature)

@@ -1,0 +1,120 @@
+"""What a run left in its directory, for when Redis no longer knows, or never is asked again.
+
+In: a run's directory. Out: the state of the run as it was last recorded, in the form of any status.
+It needs no server, and says nothing of a run that is going on.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.queues.ledger import Ledger
+from pipeline.records.recorder import last_metrics
+from pipeline.run.limits import Limit
+from pipeline.run.status import RunStatus
+
+IDENTITY_FILE = "run.json"
+_NAMES = ("reward_mean", "staleness_mean", "weight_version", "eval_reward")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """The end of a run, or where it was when it stopped.
+
+    run: name. ended: why it is over; None where it may go on. step, values: of the last rows of
+    metrics.jsonl. at: Unix seconds of the last row. ledger: None where the trainer could not say it.
+    """
+
+    run: str
+    run_id: str | None
+    ended: str | None
+    step: int
+    at: float
+    values: dict[str, float]
+    ledger: Ledger | None
+
+
+def read_record(run_dir: Path) -> RunRecord | None:
+    """The record of a run; None where no step was recorded."""
+    last = last_metrics(run_dir, _NAMES)
+    if not isinstance(last.get("step"), int):
+        return None
+    identity = _identity(run_dir)
+    return RunRecord(
+        run=str(identity.get("run", run_dir.name)),
+        run_id=identity.get("run_id"),
+        ended=identity.get("ended"),
+        step=last["step"],
+        at=float(last.get("time", 0.0)),
+        values={name: float(last[name]) for name in _NAMES if isinstance(last.get(name), int | float)},
+        ledger=_ledger(identity.get("ledger")),
+    )
+
+
+def as_status(record: RunRecord) -> RunStatus:
+    """The record as the status of a run that nobody works at."""
+    over = f"the run is over: {record.ended}"
+    stopped = "nobody works at this run, and it is not over: started again, it goes on from its last checkpoint"
+    ledger = record.ledger or Ledger()
+    return RunStatus(
+        run=record.run,
+        run_id=record.run_id,
+        at=record.at,
+        weight_version=_version(record),
+        is_paused=False,
+        stop_reason=record.ended,
+        trainer=None,
+        step=record.step,
+        reward_mean=record.values.get("reward_mean"),
+        eval_reward=record.values.get("eval_reward"),
+        staleness_mean=record.values.get("staleness_mean"),
+        max_staleness=None,
+        tokens_per_s=None,
+        generated_tokens_per_s=0.0,
+        streams={},
+        ledger=ledger,
+        ledger_balances=ledger.balances,
+        workers=(),
+        limit=Limit(stage=None, reason=over if record.ended else stopped),
+        redis_memory_bytes=None,
+    )
+
+
+def complete(status: RunStatus, record: RunRecord) -> RunStatus:
+    """A status without a trainer, with what the directory knows of the same run."""
+    is_same = status.run_id is None or status.run_id == record.run_id
+    if not is_same or status.step is not None or any(worker.is_alive for worker in status.workers):
+        return status
+    recorded = as_status(record)
+    if status.run_id is None:
+        return recorded
+    return replace(
+        status,
+        step=recorded.step,
+        reward_mean=recorded.reward_mean,
+        eval_reward=recorded.eval_reward,
+        staleness_mean=recorded.staleness_mean,
+    )
+
+
+def _identity(run_dir: Path) -> dict[str, Any]:
+    try:
+        stored = json.loads((run_dir / IDENTITY_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return stored if isinstance(stored, dict) else {}
+
+
+def _ledger(stored: object) -> Ledger | None:
+    if not isinstance(stored, dict):
+        return None
+    known = {field.name for field in fields(Ledger)}
+    return Ledger(**{name: value for name, value in stored.items() if name in known})
+
+
+def _version(record: RunRecord) -> int | None:
+    version = record.values.get("weight_version")
+    return None if version is None else int(version)

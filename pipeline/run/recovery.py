@@ -1,0 +1,227 @@
+"""What a trainer finds when it starts and leaves when it stops.
+
+In: the newest checkpoint, and what Redis still knows of the run. Out: the state to go on from,
+with a version that never goes backwards; groups trained into weights that were lost are fed
+again. A run directory and a run in Redis that do not belong together are refused, never mixed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline.agreement import differences
+from pipeline.checkpoints import Checkpoint, Checkpoints
+from pipeline.errors import CheckpointError, RunConflictError
+from pipeline.learner import Learner
+from pipeline.messages import Json, PromptGroup
+from pipeline.run.record import IDENTITY_FILE
+from pipeline.settings.files import fingerprint
+from pipeline.wire import decode
+from pipeline.worker.lifecycle import WorkerContext
+
+_LOCK_WAIT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """Where training stands.
+
+    step: optimiser steps done. version: of the current weights. cursor: ordinal of the next group
+    to be fed. uncommitted: ids trained since the last checkpoint.
+    """
+
+    step: int
+    version: int
+    cursor: int
+    uncommitted: tuple[str, ...] = ()
+
+    def after_step(self, group_ids: Sequence[str]) -> TrainerState:
+        """One more step, with these groups in it."""
+        return dataclasses.replace(self, step=self.step + 1, uncommitted=(*self.uncommitted, *group_ids))
+
+    def after_publish(self) -> TrainerState:
+        """The next version."""
+        return dataclasses.replace(self, version=self.version + 1)
+
+    def with_cursor(self, cursor: int) -> TrainerState:
+        """Feeding goes on at `cursor`."""
+        return dataclasses.replace(self, cursor=cursor)
+
+
+class Recovery:
+    """Claims the run for one trainer, restores it and saves it."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._checkpoints = Checkpoints(context.config.run_dir / "checkpoints", context.config.checkpoint)
+        self._identity_file = context.config.run_dir / IDENTITY_FILE
+
+    async def become_the_trainer(self) -> bool:
+        """Wait until no other trainer holds the run; False when the worker drains before that.
+
+        Raises RunConflictError for a foreign run.
+        """
+        context = self._context
+        said_of, lease_s = "", context.config.queues.lease_s
+        while not await context.unless_draining(context.fleet.acquire_trainer(context.worker_id, lease_s)):
+            said_of = await self._say_who_trains(said_of)
+            context.waiting_for("another trainer of this run to end")
+            await context.wait_for_any(timeout_s=_LOCK_WAIT_S)
+            if context.draining.is_set():
+                return False
+        context.waiting_for(None)
+        context.keep_trainer_lock()
+        await self._check_identity()
+        return True
+
+    async def _say_who_trains(self, said_of: str) -> str:
+        """Once for each: where it was killed, its right lapses within queues.lease_s. Returns who it is."""
+        holder, left_s = await self._context.fleet.trainer_holder() or (said_of, 0.0)
+        if holder != said_of:
+            self._context.log.warning(
+                "another_trainer", holder=holder, free_within_s=round(left_s, 1), unless="it is alive and goes on"
+            )
+        return holder
+
+    async def _check_identity(self) -> None:
+        """What was fed in Redis must have been fed by the run of this directory."""
+        context = self._context
+        ledger = await context.streams.ledger()
+        has_been_fed = ledger.fed > 0 or ledger.eval_fed > 0
+        if has_been_fed and self._read_identity().get("run_id") != context.run_id:
+            raise RunConflictError(
+                f"run.name = {context.config.run.name!r}: Redis holds groups of another run of this name, which does "
+                f"not belong to {context.config.run_dir}. Choose another run.name, or remove what is left of it with "
+                f"`rollstream reset --run {context.config.run.name}`"
+            )
+        self.remember(0)
+
+    def remember(self, version: int, **more: Json) -> None:
+        """Keep on disk which run in Redis this directory belongs to, and the newest version it has used.
+
+        Redis may come back without its data, and generators may be elsewhere; numbers that were
+        used once are then still known.
+        """
+        identity = {
+            "run": self._context.config.run.name,
+            "run_id": self._context.run_id,
+            "weight_version": max(version, self._last_version()),
+            **more,
+        }
+        self._identity_file.parent.mkdir(parents=True, exist_ok=True)
+        aside = self._identity_file.with_suffix(".writing")
+        aside.write_text(json.dumps(identity) + "\n", encoding="utf-8")
+        aside.replace(self._identity_file)
+
+    async def conclude(self, version: int, ended: str | None) -> None:
+        """Keep the accounts on disk, for when Redis is gone. ended: why the run is over; None when it may go on."""
+        ledger = dataclasses.asdict(await self._context.streams.ledger())
+        self.remember(version, ended=ended, ledger=ledger)
+
+    def _read_identity(self) -> dict[str, Json]:
+        try:
+            identity = json.loads(self._identity_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return identity if isinstance(identity, dict) else {}
+
+    def _last_version(self) -> int:
+        version = self._read_identity().get("weight_version", 0)
+        return version if isinstance(version, int) else 0
+
+    async def restore(self, learner: Learner) -> TrainerState:
+        """The state to go on from; the learner holds its weights.
+
+        Raises RunConflictError for a checkpoint that was written with other settings.
+        """
+        context = self._context
+        checkpoint = None
+        if context.config.checkpoint.resume == "auto":
+            checkpoint = await asyncio.to_thread(self._checkpoints.latest)
+        fed = (await context.streams.ledger()).next_ordinal
+        state = TrainerState(step=0, version=0, cursor=fed)
+        if checkpoint is not None:
+            self._check_settings(checkpoint)
+            learner.load_state_dict(await asyncio.to_thread(checkpoint.learner_state))
+            step, version, cursor = (_integer(checkpoint.state, name) for name in ("step", "version", "cursor"))
+            state = TrainerState(step=step, version=version, cursor=max(fed, cursor))
+            # The trainer may have died after writing it and before saying so.
+            await context.streams.commit(_strings(checkpoint.state, "committed"))
+        used = await self._newest_version()
+        if checkpoint is not None or used is not None:
+            state = dataclasses.replace(state, version=max(used or 0, state.version) + 1)
+            context.log.info("resumed", step=state.step, weight_version=state.version, cursor=state.cursor)
+        return state
+
+    async def _newest_version(self) -> int | None:
+        """The newest version that anyone knows of: Redis, this directory, or a worker; None before the first."""
+        workers = await self._context.fleet.workers()
+        served = [worker.status.get("weight_version") for worker in workers]
+        known = [await self._context.fleet.version(), self._last_version() or None, *served]
+        return max((version for version in known if isinstance(version, int)), default=None)
+
+    def _check_settings(self, checkpoint: Checkpoint) -> None:
+        """The run may have been reset in Redis and started anew with other settings."""
+        context = self._context
+        ours = fingerprint(context.config)
+        if differing := differences(ours, checkpoint.state.get("settings", ours), "there"):
+            raise RunConflictError(
+                f"{checkpoint.path} was written with other settings: {differing}. Choose another run.name, "
+                f'move {context.config.run_dir} away, or set checkpoint.resume = "never"'
+            )
+
+    async def lost_groups(self) -> list[PromptGroup]:
+        """Groups that were trained into weights which no checkpoint holds."""
+        context = self._context
+        payloads = (await context.streams.uncommitted()).values()
+        lost = [decode(payload, PromptGroup, max_bytes=context.config.queues.max_payload_bytes) for payload in payloads]
+        if lost:
+            context.log.info("fed_again", num_groups=len(lost))
+        return lost
+
+    async def save(self, learner: Learner, state: TrainerState, *, is_last: bool) -> TrainerState:
+        """Write a checkpoint, then commit the groups whose effect it holds.
+
+        Raises CheckpointError when it cannot be written and checkpoint.on_failure says to stop, or
+        none comes after it. Otherwise the groups stay uncommitted until the next one. Raises
+        TrainerReplacedError, and writes nothing, when another trainer took the run over.
+        """
+        context = self._context
+        content: dict[str, Json] = {
+            "step": state.step,
+            "version": state.version,
+            "cursor": state.cursor,
+            "committed": [*state.uncommitted],
+            "settings": dict(fingerprint(context.config)),
+        }
+        await context.fleet.hold_trainer(context.worker_id, context.config.queues.lease_s)
+        started = time.monotonic()
+        try:
+            with context.busy_with("writing a checkpoint"):
+                path = await asyncio.to_thread(self._checkpoints.save, state.step, learner=learner, state=content)
+        except CheckpointError as error:
+            if is_last or context.config.checkpoint.on_failure == "stop":
+                raise
+            context.log.error("checkpoint_failed", step=state.step, reason=str(error))
+            return state
+        await context.streams.commit(state.uncommitted)
+        context.metrics.checkpoint_seconds.observe(time.monotonic() - started)
+        context.log.info("checkpoint_written", step=state.step, path=str(path))
+        return dataclasses.replace(state, uncommitted=())
+
+
+def _integer(state: Mapping[str, Json], name: str) -> int:
+    value = state[name]
+    assert isinstance(value, int), f"{name} was saved as an integer"
+    return value
+
+
+def _strings(state: Mapping[str, Json], name: str) -> list[str]:
+    value = state[name]
+    assert isinstance(value, list), f"{name} was saved as a list"
+    return [str(item) for item in value]

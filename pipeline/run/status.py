@@ -1,0 +1,114 @@
+"""The state of a run at one instant, from Redis alone.
+
+In: a connection. Out: one carrier that `rollstream status --json` prints and the exporter serves.
+It changes nothing and needs no worker to answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from redis.exceptions import ResponseError
+
+from pipeline.fleet import Fleet
+from pipeline.keys import Keys, Stream
+from pipeline.queues.accounts import Accounts
+from pipeline.queues.ledger import Depth, Ledger
+from pipeline.roster import WorkerInfo
+from pipeline.run.limits import Limit, limiting_stage
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+_CONSUMER = "status"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """A run at one instant.
+
+    run: name. run_id: None when nobody has joined. at: Unix seconds by Redis's clock.
+    weight_version: newest of the trainer. is_paused, stop_reason: what people or the trainer asked
+    for. trainer: worker id that holds the trainer's lock. step, reward_mean, eval_reward,
+    staleness_mean (versions): of the last step; None before that. max_staleness: its bound, as the
+    trainer has it. tokens_per_s (trained) and generated_tokens_per_s (sum over generators): over the
+    last minute. streams: by name, in order of flow. ledger: where all groups went; ledger_balances:
+    whether it adds up. workers: lost ones included. limit: what holds the run back.
+    redis_memory_bytes: None where the server does not tell.
+    """
+
+    run: str
+    run_id: str | None
+    at: float
+    weight_version: int | None
+    is_paused: bool
+    stop_reason: str | None
+    trainer: str | None
+    step: int | None
+    reward_mean: float | None
+    eval_reward: float | None
+    staleness_mean: float | None
+    max_staleness: int | None
+    tokens_per_s: float | None
+    generated_tokens_per_s: float
+    streams: Mapping[Stream, Depth]
+    ledger: Ledger
+    ledger_balances: bool
+    workers: tuple[WorkerInfo, ...]
+    limit: Limit
+    redis_memory_bytes: int | None
+
+
+async def collect(redis: Redis, keys: Keys) -> RunStatus:
+    """The run as it is now. A run that does not exist is empty."""
+    fleet = Fleet(redis, keys)
+    accounts = Accounts(redis, keys, consumer=_CONSUMER)
+    facts = await fleet.facts()
+    workers = tuple(await fleet.workers())
+    streams = await accounts.depths()
+    ledger = await accounts.ledger()
+    said = next((worker.status for worker in workers if worker.worker_id == facts.trainer), {})
+    step = _whole(said.get("step"))
+    return RunStatus(
+        run=keys.run,
+        run_id=facts.run_id,
+        at=facts.at,
+        weight_version=facts.weight_version,
+        is_paused=facts.is_paused,
+        stop_reason=facts.stop_reason,
+        trainer=facts.trainer,
+        step=step,
+        reward_mean=_number(said.get("reward_mean")),
+        eval_reward=_number(said.get("eval_reward")),
+        staleness_mean=_number(said.get("staleness_mean")),
+        max_staleness=_whole(said.get("max_staleness")),
+        tokens_per_s=_number(said.get("tokens_per_s")) if step is not None else None,
+        generated_tokens_per_s=sum(
+            _number(worker.status.get("tokens_per_s")) or 0.0
+            for worker in workers
+            if worker.role == "generator" and worker.is_alive
+        ),
+        streams=streams,
+        ledger=ledger,
+        ledger_balances=ledger.balances,
+        workers=workers,
+        limit=limiting_stage(streams, workers, facts, await accounts.last_death() if ledger.dead else None),
+        redis_memory_bytes=await _memory(redis),
+    )
+
+
+async def _memory(redis: Redis) -> int | None:
+    try:
+        return int((await redis.info("memory"))["used_memory"])
+    except (ResponseError, KeyError):
+        return None
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _whole(value: object) -> int | None:
+    return int(value) if isinstance(value, (int, float)) else None

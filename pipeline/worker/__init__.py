@@ -1,0 +1,1 @@
+"""What every worker process is made of, whatever its role."""
