@@ -19,7 +19,7 @@ from pipeline.keys import Stream
 from pipeline.messages import PromptGroup, RolloutGroup
 from pipeline.partials import Partials
 from pipeline.streams import Entry, Lease
-from pipeline.weights import WeightSubscriber
+from pipeline.weights.channel import create_subscriber
 from pipeline.wire import decode, encode
 from pipeline.worker.lifecycle import WorkerContext, run_worker
 from pipeline.worker.stage import HandBack, Stage
@@ -125,7 +125,7 @@ class WeightFollower:
         self._context = context
         self._engine = engine
         self._work = work
-        self._subscriber = WeightSubscriber(context.config.weights, resolve=context.fleet.endpoints)
+        self._subscriber = create_subscriber(context.config.weights, context.fleet.endpoints)
         self._newest_seen: int | None = None
         self._counted = copy.copy(self._subscriber.stats)
 

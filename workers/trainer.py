@@ -24,7 +24,7 @@ from pipeline.learner import Learner, load_learner
 from pipeline.run.data import RunData, load_run_data
 from pipeline.run.progress import Progress
 from pipeline.run.recovery import Recovery, TrainerState
-from pipeline.weights import WeightPublisher
+from pipeline.weights.channel import create_publisher
 from pipeline.worker.lifecycle import WorkerContext, run_worker
 
 _FEED_WAIT_S = 0.5
@@ -40,7 +40,7 @@ class Trainer:
         self._learner = learner
         self._data = data
         self._recovery = recovery
-        self._publisher = WeightPublisher(config.weights)
+        self._publisher = create_publisher(config.weights)
         self._num_bytes_sent = 0
         self._progress = Progress(context, config)
         self._evaluator = Evaluator(context.streams)
