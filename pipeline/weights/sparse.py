@@ -23,7 +23,7 @@ Indices = NDArray[np.intp]
 
 _HEADER = struct.Struct("<IIIBBBB")  # changes, steps, wide codes, bytes of a step, bytes of a word, is absolute, 0
 _STEP_BYTES = (1, 2)
-_FAR = 512  # words between changes on average, above which a step of two bytes is smaller
+_FAR = 320  # words between changes on average, above which a step of two bytes is smaller
 _WIDE = 15  # the code of four bits that says: look among the wide codes
 
 
@@ -40,11 +40,11 @@ class Block:
     is_absolute: bool
 
     def apply(self, words: Words) -> None:
-        """Change `words` in place."""
-        if self.is_absolute:
-            words[self.indices] = self.values
-        else:
-            words[self.indices] += self.values
+        """Change `words` in place. The indices are known to be inside: clipping only spares a second look."""
+        values = self.values
+        if not self.is_absolute:
+            values = words.take(self.indices, mode="clip") + values
+        words[self.indices] = values
 
 
 def word_type(width: int) -> np.dtype[np.unsignedinteger[Any]]:
