@@ -57,10 +57,15 @@ def test_headers_that_almost_make_sense(
     refused(method, payload, np.zeros(24, dtype=np.uint8), 2)
 
 
-def block(*columns: bytes, changes: int, steps: int, wide: int) -> bytes:
-    """A block of differences of single bytes."""
-    header = struct.pack(f"<IIIBBBx{len(columns)}I", changes, steps, wide, 1, 1, 0, *map(len, columns))
+def block(*columns: bytes, changes: int, steps: int, wide: int, kind: int = 0, zero: int = 0) -> bytes:
+    """A block of single bytes; kind 0: differences, 1: values."""
+    header = struct.pack(f"<IIIBBBB{len(columns)}I", changes, steps, wide, 1, 1, kind, zero, *map(len, columns))
     return header + b"".join(columns)
+
+
+def one(kind: int = 0, zero: int = 0) -> bytes:
+    """A block that changes the first byte."""
+    return block(b"\x01", b"\x02", changes=1, steps=1, wide=0, kind=kind, zero=zero)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +79,14 @@ def block(*columns: bytes, changes: int, steps: int, wide: int) -> bytes:
         (block(b"\x01", b"\x02\x02", changes=1, steps=1, wide=0), "takes 2"),
         (block(b"\x01" * 101, b"\x12" * 51, changes=101, steps=101, wide=0), "101 changes"),
         (block(b"", b"", changes=0, steps=0, wide=0), "0 changes"),
-        (2 * block(b"\x01", b"\x02", changes=1, steps=1, wide=0), "2 blocks"),
-        (block(b"\x01", b"\x02", changes=1, steps=1, wide=0)[:-1], "that are there"),
+        (one(2), "kind 2"),
+        (one(zero=1), "kind 0"),
+        (2 * one(), "2 blocks"),
+        (one(1), "1 blocks"),
+        (one(1) + one(0), "2 blocks"),
+        (one(0) + one(1) + b"\0", "1 bytes behind"),
+        (one()[:-1], "that are there"),
+        (one()[:20], "table"),
         (b"", "0 blocks"),
     ],
 )
@@ -83,6 +94,7 @@ def test_a_block_that_contradicts_itself_is_refused(payload: bytes, reason: str)
     old = np.zeros(100, dtype=np.uint8)
     good = block(b"\x01\x63", b"\x12", changes=2, steps=2, wide=0)
     assert np.flatnonzero(attempted(Method.DELTA, good, old, 1)).tolist() == [0, 99]
+    assert attempted(Method.DELTA, one(0) + one(1), old, 1)[0] == 2
     with pytest.raises(WeightError, match=reason):
         attempted(Method.DELTA, payload, old, 1)
 
@@ -91,12 +103,19 @@ def _frame(content: bytes, **options: bool) -> bytes:
     return zstandard.ZstdCompressor(level=1, **options).compress(content)
 
 
+# One block of 1000 bytes as they are, which are all there, after a header that claims a window of 64 MiB.
+_WIDE_WINDOW = (
+    struct.pack("<IBBH", 0xFD2FB528, 0x40, 0x80, 1000 - 256) + (1000 << 3 | 1).to_bytes(3, "little") + bytes(1000)
+)
+
+
 @pytest.mark.parametrize(
     "frame",
     [
         pytest.param(_frame(bytes(1 << 28)), id="claims more"),
         pytest.param(_frame(bytes(1 << 28), write_content_size=False), id="claims nothing"),
         pytest.param(struct.pack("<IBBQ", 0xFD2FB528, 0xC0, 0xFF, 1000), id="claims a window of exabytes"),
+        pytest.param(_WIDE_WINDOW, id="claims a window larger than the tile"),
         pytest.param(struct.pack("<II", 0x184D2A50, 1000) + bytes(1000), id="is skipped"),
         pytest.param(_frame(bytes(1000)) + _frame(bytes(1 << 28)), id="has another behind it"),
         pytest.param(_frame(bytes(1000)) + b"\0", id="has a byte behind it"),

@@ -77,6 +77,17 @@ def test_two_differences_that_cancel_fold_to_nothing() -> None:
     assert fold_patches(there, back, len(old), 2) == Patch(Method.UNCHANGED, b"")
 
 
+def test_values_that_together_cover_a_tile_fold_into_the_whole_of_it() -> None:
+    old = noise(np.random.default_rng(0), 999, 2)
+    new = noise(np.random.default_rng(1), 999, 2)
+    between = np.where(np.arange(999) % 2, old, new)
+    tiles = [words.view(np.uint8) for words in (old, between, new)]
+    first, second = (make_patch(*pair, 2, idempotent=True) for pair in pairwise(tiles))
+    assert first.method is second.method is Method.ABSOLUTE
+    folded = fold_patches(first, second, len(tiles[0]), 2)
+    assert (folded.method, bytes(folded.payload)) == (Method.DENSE, tiles[2].tobytes())
+
+
 def test_floating_point_is_not_interpreted() -> None:
     patterns = np.array([0x7FC0, 0xFFC1, 0x8000, 0x0000, 0x7F80, 0xFF80, 0x0001, 0xFFFF], dtype="<u2")
     old = np.tile(patterns, 500)
