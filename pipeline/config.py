@@ -304,6 +304,9 @@ class WeightSettings(Section):
     tile_bytes: Annotated[int, Field(ge=4096, le=64 * 1024 * 1024)] = Field(
         1024 * 1024, description="Unit of transfer and verification."
     )
+    encoding: Literal["auto", "delta", "snapshot"] = Field(
+        "auto", description="Only what changed, all of it, or what is faster on this line and these cores."
+    )
     credits: Annotated[int, Field(ge=1, le=256)] = Field(8, description="Tiles a subscriber has on order at once.")
     poll_s: Seconds = Field(2.0, description="A lost announcement delays new weights by at most this.")
     publish_every: Count = Field(1, description="Optimiser steps between published versions.")

@@ -19,7 +19,7 @@ from pipeline.keys import Stream
 from pipeline.messages import PromptGroup, RolloutGroup
 from pipeline.partials import Partials
 from pipeline.streams import Entry, Lease
-from pipeline.weights import WeightSubscriber
+from pipeline.weights.channel import create_subscriber
 from pipeline.wire import decode, encode
 from pipeline.worker.lifecycle import WorkerContext, run_worker
 from pipeline.worker.stage import HandBack, Stage
@@ -125,7 +125,7 @@ class WeightFollower:
         self._context = context
         self._engine = engine
         self._work = work
-        self._subscriber = WeightSubscriber(context.config.weights, resolve=context.fleet.endpoints)
+        self._subscriber = create_subscriber(context.config.weights, context.fleet.endpoints)
         self._newest_seen: int | None = None
         self._counted = copy.copy(self._subscriber.stats)
 
@@ -151,7 +151,6 @@ class WeightFollower:
             return
         metrics.weight_pause_seconds.observe(pause_s)
         metrics.weight_apply_seconds.observe(time.monotonic() - started)
-        metrics.weight_bytes_total.inc(state.num_bytes)
         metrics.weight_version.set(version)
         self._count_transfer()
         context.set_status(weight_version=version)
@@ -171,6 +170,9 @@ class WeightFollower:
         metrics = self._context.metrics
         metrics.weight_receive_seconds.observe(stats.receive_s - before.receive_s)
         metrics.weight_verify_seconds.observe(stats.verify_s - before.verify_s)
+        metrics.weight_bytes_total.inc(stats.num_received_bytes - before.num_received_bytes)
+        metrics.weight_content_bytes_total.inc(stats.num_bytes - before.num_bytes)
+        metrics.weight_patched_total.inc(stats.num_patched - before.num_patched)
         metrics.weight_skipped_total.inc(stats.num_skipped - before.num_skipped)
         self._counted = copy.copy(stats)
 

@@ -24,7 +24,7 @@ from pipeline.learner import Learner, load_learner
 from pipeline.run.data import RunData, load_run_data
 from pipeline.run.progress import Progress
 from pipeline.run.recovery import Recovery, TrainerState
-from pipeline.weights import WeightPublisher
+from pipeline.weights.channel import create_publisher
 from pipeline.worker.lifecycle import WorkerContext, run_worker
 
 _FEED_WAIT_S = 0.5
@@ -40,7 +40,8 @@ class Trainer:
         self._learner = learner
         self._data = data
         self._recovery = recovery
-        self._publisher = WeightPublisher(config.weights)
+        self._publisher = create_publisher(config.weights)
+        self._num_bytes_sent = 0
         self._progress = Progress(context, config)
         self._evaluator = Evaluator(context.streams)
         self._feeder = Feeder(
@@ -173,7 +174,9 @@ class Trainer:
             await asyncio.to_thread(self._publisher.publish, state)
         self._context.metrics.weight_publish_seconds.observe(time.monotonic() - started)
         self._context.metrics.weight_version.set(version)
-        self._context.metrics.weight_bytes_total.inc(state.num_bytes)
+        sent = self._publisher.stats.server.num_bytes
+        self._context.metrics.weight_bytes_total.inc(sent - self._num_bytes_sent)
+        self._num_bytes_sent = sent
         self._context.set_status(weight_version=version, step=self._state.step)
 
     async def _feed(self) -> None:

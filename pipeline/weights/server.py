@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import zmq
 
-from pipeline.weights.protocol import NOTHING, ErrorCode, Header, Kind
+from pipeline.weights.protocol import NOTHING, WANTS_PATCHES, ErrorCode, Header, Kind
 from pipeline.weights.shelf import Shelf
 
 _TURN = 64  # requests served before announcements get a look in
@@ -24,13 +24,15 @@ _TURN = 64  # requests served before announcements get a look in
 class ServerStats:
     """What was sent, and what was not.
 
-    num_tiles, num_manifests, num_announcements, num_bytes: sent. num_gone: asked for, no longer
-    held. num_malformed: messages that are none. num_undelivered: answers whose receiver has gone
-    or does not read.
+    num_tiles, num_manifests, num_parcels, num_patch_tables, num_announcements, num_bytes: sent.
+    num_gone: asked for, no longer held. num_malformed: messages that are none. num_undelivered:
+    answers whose receiver has gone or does not read.
     """
 
     num_tiles: int = 0
     num_manifests: int = 0
+    num_parcels: int = 0
+    num_patch_tables: int = 0
     num_announcements: int = 0
     num_bytes: int = 0
     num_gone: int = 0
@@ -107,12 +109,21 @@ class TileServer:
                 self._serve_manifest(peer, request)
             case Kind.GET_TILE:
                 self._serve_tile(peer, request)
+            case Kind.GET_PARCEL:
+                self._serve_parcel(peer, request)
             case Kind.DONE:
                 self._shelf.end_transfer(peer)
             case _:
                 self.stats.num_malformed += 1
 
     def _serve_manifest(self, peer: bytes, request: Header) -> None:
+        patching = self._shelf.start_patching(request.version, request.root) if request.index == WANTS_PATCHES else None
+        if patching is not None:
+            newer, patches = patching
+            version, root = newer.manifest.weight_version, newer.manifest.root
+            answer = replace(request, kind=Kind.PATCHES, version=version, root=root)
+            self.stats.num_patch_tables += self._send(peer, answer, newer.payload, patches.payload)
+            return
         item = self._shelf.start_transfer(peer, request.version)
         if item is not None:
             version, root = item.manifest.weight_version, item.manifest.root
@@ -134,6 +145,19 @@ class TileServer:
             self._send(peer, replace(request, kind=Kind.ERROR, code=ErrorCode.NO_SUCH_TILE))
             return
         self.stats.num_tiles += self._send(peer, replace(request, kind=Kind.TILE), item.tiles[request.index])
+
+    def _serve_parcel(self, peer: bytes, request: Header) -> None:
+        patches = self._shelf.find_patches(request.root)
+        if patches is None:
+            self.stats.num_gone += 1
+            self._send(peer, replace(request, kind=Kind.ERROR, code=ErrorCode.GONE))
+            return
+        if request.index >= len(patches.parcels):
+            self.stats.num_malformed += 1
+            self._send(peer, replace(request, kind=Kind.ERROR, code=ErrorCode.NO_SUCH_TILE))
+            return
+        parcel = patches.parcels[request.index]
+        self.stats.num_parcels += self._send(peer, replace(request, kind=Kind.PARCEL), parcel)
 
     def _send(self, peer: bytes, answer: Header, *payload: bytes | memoryview) -> bool:
         """Whether it is on its way. False: the receiver is gone or its queue is full; it will ask again."""

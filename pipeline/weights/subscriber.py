@@ -3,7 +3,7 @@
 In: an address that may change, a network that may lose, cut and corrupt. Out: weight states of
 ever higher versions. It never returns a state of which one byte is unproved, and never gives up.
 
-    resolve --> connect --> ask for a newer manifest --> order tiles, `credits` at a time --> state
+    resolve --> connect --> ask for a newer manifest --> order its pieces, `credits` at a time --> state
        ^                      |  none: wait for an announcement or `poll_s`, ask again
        +-- silence, or moved -+------------------------------+   (what has come is kept)
 """
@@ -25,13 +25,15 @@ from pipeline.config import WeightSettings
 from pipeline.errors import WeightError
 from pipeline.logs import get_logger
 from pipeline.weights.address_watch import LOOK_EVERY_S, MovedError, Resolve, unless_moved
+from pipeline.weights.choice import Choice
 from pipeline.weights.link import Answer, Link
 from pipeline.weights.manifest import decode_manifest
 from pipeline.weights.memory import BufferPool
-from pipeline.weights.protocol import NOTHING, Kind
+from pipeline.weights.patches import decode_table
+from pipeline.weights.protocol import NO_ROOT, NOTHING, WANTS_PATCHES, Kind
 from pipeline.weights.security import check_public_key
 from pipeline.weights.state import WeightState
-from pipeline.weights.transfer import Transfer
+from pipeline.weights.transfer import Content, PatchTransfer, SnapshotTransfer, Transfer
 
 _SILENT_POLLS = 3  # intervals without an answer after which the publisher may have moved
 _MAX_PATIENCE = 8  # so many times longer a slow line is waited for, if it has not moved
@@ -52,8 +54,9 @@ class Phase(StrEnum):
 class SubscriberStats:
     """Figures since the start.
 
-    phase: what it waits for now. num_bytes: verified. receive_s: from manifest to last tile,
-    verify_s of it hashing and copying. num_skipped: versions that were overtaken.
+    phase: what it waits for now. num_patched: of the versions, those of which only what changed was
+    sent. num_bytes: of the versions, num_received_bytes: sent for them. receive_s: from manifest to
+    last piece, verify_s of it hashing, copying and patching. num_skipped: versions that were overtaken.
     num_missed_announcements: versions learnt by polling. num_silences: connections given up.
     num_moves: publishers that were found elsewhere. num_resumed_tiles: kept over both.
     num_lost_tiles: ordered and not answered. num_refused: manifests or objects that failed
@@ -62,8 +65,10 @@ class SubscriberStats:
 
     phase: Phase = Phase.ADDRESS
     num_versions: int = 0
+    num_patched: int = 0
     num_skipped: int = 0
     num_bytes: int = 0
+    num_received_bytes: int = 0
     receive_s: float = 0.0
     verify_s: float = 0.0
     num_corrupt_tiles: int = 0
@@ -97,8 +102,11 @@ class WeightSubscriber:
         self._numbers = itertools.count(1)
         self._link: Link | None = None
         self._transfer: Transfer | None = None
+        self._held: Content | None = None  # the last that is complete, which patches start from
+        self._choice = Choice(settings.encoding)
         self._pool = BufferPool(0, max_free=1)
         self._patience = 1
+        self._receive_s = 0.0  # of the transfer under way
         self._last_version = NOTHING
         self._stats = SubscriberStats()
 
@@ -120,6 +128,8 @@ class WeightSubscriber:
                 self._stats.num_moves += 1
                 self._leave()
             except WeightError as error:
+                if isinstance(self._transfer, PatchTransfer):
+                    self._held = None  # whatever is wrong, it is not wrong in a snapshot
                 self._transfer = None
                 self._stats.num_refused += 1
                 log.warning("weights_refused", reason=str(error))
@@ -136,7 +146,7 @@ class WeightSubscriber:
     def close(self) -> None:
         """Disconnect and free everything, after `next` has returned or was cancelled. Safe to call twice."""
         self._disconnect()
-        self._transfer = None
+        self._transfer = self._held = None
         if not self._context.closed:
             self._context.term()
 
@@ -202,17 +212,24 @@ class WeightSubscriber:
                 if await self._fetched(link, self._transfer):
                     return self._transfer
             finally:
-                self._stats.receive_s += time.perf_counter() - started
+                self._receive_s += time.perf_counter() - started
             self._transfer = None
 
     async def _started(self, link: Link, floor: int) -> Transfer:
         """Ask until there is a version above `floor`."""
         has_waited = False
+        held = self._held.manifest if self._held and self._held.manifest.weight_version == floor else None
+        self._receive_s = 0.0
         while True:
             self._stats.phase = Phase.PUBLISHER
-            number = await link.request(Kind.GET_MANIFEST, version=floor)
+            number = await link.request(
+                Kind.GET_MANIFEST,
+                version=floor,
+                root=held.root if held else NO_ROOT,
+                index=WANTS_PATCHES if self._choice.wants_patches else 0,
+            )
             answer = await self._answer_to(link, number)
-            if answer.header.kind is Kind.MANIFEST:
+            if answer.header.kind in {Kind.MANIFEST, Kind.PATCHES}:
                 await link.note_announcements()
                 self._stats.num_missed_announcements += has_waited and link.announced <= floor
                 return self._prepared(answer, floor)
@@ -228,37 +245,46 @@ class WeightSubscriber:
                 return answer
 
     def _prepared(self, answer: Answer, floor: int) -> Transfer:
-        manifest = decode_manifest(answer.payload, max_model_bytes=self._settings.max_model_bytes)
+        manifest = decode_manifest(answer.payloads[0], max_model_bytes=self._settings.max_model_bytes)
         version = manifest.weight_version
         if version <= floor or (version, manifest.root) != (answer.header.version, answer.header.root):
             raise WeightError(f"the manifest is of version {version}, not of the one that was asked for")
+        table = decode_table(answer.payloads[1], manifest) if answer.header.kind is Kind.PATCHES else None
         if self._pool.buffer_bytes != manifest.num_bytes:
             self._pool = BufferPool(manifest.num_bytes, max_free=1)
         try:
-            return Transfer(manifest, self._pool.borrow())
+            buffer = self._pool.borrow()
         except MemoryError as error:
             raise WeightError(f"no memory for the {manifest.num_bytes} bytes of version {version}") from error
+        if table is None:
+            return SnapshotTransfer(manifest, buffer)
+        base = self._held
+        if base is None or not base.manifest.is_laid_out_like(manifest) or table.base_root != base.manifest.root:
+            raise WeightError(f"patches for a version {table.base_version} that was never here")
+        return PatchTransfer(manifest, buffer, table, base)
 
     async def _fetched(self, link: Link, transfer: Transfer) -> bool:
-        """Order tiles until all are there. False: the publisher no longer has the version."""
-        version, root = transfer.manifest.weight_version, transfer.manifest.root
-        ordered: dict[int, int] = {}  # request -> tile, in the order of the requests
+        """Order pieces until all are there. False: the publisher no longer has them."""
+        version, key = transfer.manifest.weight_version, transfer.key
+        ordered: dict[int, int] = {}  # request -> piece, in the order of the requests
+        if isinstance(transfer, PatchTransfer):
+            await transfer.place_unchanged()
         try:
             while not transfer.is_complete:
                 while len(ordered) < self._settings.credits and (index := transfer.next_missing()) is not None:
-                    ordered[await link.request(Kind.GET_TILE, version=version, index=index, root=root)] = index
+                    ordered[await link.request(transfer.request, version=version, index=index, root=key)] = index
                 answer = await self._answer(link)
                 if answer.header.kind is Kind.ERROR and answer.header.request in ordered:
                     return False
-                if answer.header.kind is Kind.TILE and answer.header.request in ordered:
+                if answer.header.kind is transfer.answer and answer.header.request in ordered:
                     await self._take(transfer, ordered, answer)
         finally:
             transfer.put_back(ordered.values())
-        await link.request(Kind.DONE, version=version, root=root)
+        await link.request(Kind.DONE, version=version, root=transfer.manifest.root)
         return True
 
     async def _take(self, transfer: Transfer, ordered: dict[int, int], answer: Answer) -> None:
-        """Verify one tile. Answers come in the order of the requests: what was passed over is lost."""
+        """Verify one piece. Answers come in the order of the requests: what was passed over is lost."""
         number = answer.header.request
         is_right = await transfer.accept(ordered[number], answer.payload)
         passed_over = [earlier for earlier in ordered if earlier < number]
@@ -270,13 +296,22 @@ class WeightSubscriber:
             del ordered[request]
 
     def _finished(self, transfer: Transfer) -> WeightState:
-        version = transfer.manifest.weight_version
+        version, is_patched = transfer.manifest.weight_version, isinstance(transfer, PatchTransfer)
+        made_s = transfer.table.encode_s if isinstance(transfer, PatchTransfer) else 0.0
+        self._choice.note(
+            is_patches=is_patched, seconds=self._receive_s + made_s, num_bytes=transfer.manifest.num_bytes
+        )
         self._transfer = None
+        content = transfer.content()
+        self._held = None if self._settings.encoding == "snapshot" else content
         self._patience = 1
         if self._last_version != NOTHING:
             self._stats.num_skipped += version - self._last_version - 1
         self._last_version = version
         self._stats.num_versions += 1
+        self._stats.num_patched += is_patched
         self._stats.num_bytes += transfer.manifest.num_bytes
+        self._stats.num_received_bytes += transfer.num_bytes
+        self._stats.receive_s += self._receive_s
         self._stats.verify_s += transfer.verify_s
-        return transfer.state()
+        return content.state()
