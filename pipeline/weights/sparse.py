@@ -23,7 +23,7 @@ Indices = NDArray[np.intp]
 
 _HEADER = struct.Struct("<IIIBBBB")  # changes, steps, wide codes, bytes of a step, bytes of a word, is absolute, 0
 _STEP_BYTES = (1, 2)
-_FAR = 512  # words between changes on average, above which a step of two bytes is smaller
+_FAR = 400  # words between changes on average, above which a step of two bytes is smaller
 _WIDE = 15  # the code of four bits that says: look among the wide codes
 
 
@@ -41,10 +41,10 @@ class Block:
 
     def apply(self, words: Words) -> None:
         """Change `words` in place."""
-        if self.is_absolute:
-            words[self.indices] = self.values
-        else:
-            words[self.indices] += self.values
+        values = self.values
+        if not self.is_absolute:
+            values = words.take(self.indices) + values
+        words[self.indices] = values
 
 
 def word_type(width: int) -> np.dtype[np.unsignedinteger[Any]]:
@@ -120,14 +120,9 @@ def _steps(indices: Indices, step_bytes: int) -> Words:
     far = np.flatnonzero(gaps > largest)
     if not far.size:
         return gaps.astype(word_type(step_bytes))
-    num_before = np.zeros_like(gaps)
-    num_before[far] = (gaps[far] - 1) // largest
-    gaps[far] -= largest * num_before[far]
-    places = np.cumsum(num_before)
-    steps = np.zeros(len(gaps) + int(places[-1]), dtype=word_type(step_bytes))
-    places += np.arange(len(gaps))
-    steps[places] = gaps
-    return steps
+    num_before = (gaps[far] - 1) // largest
+    gaps[far] -= largest * num_before
+    return np.insert(gaps.astype(word_type(step_bytes)), np.repeat(far, num_before), 0)
 
 
 def _indices(steps: Words, num_changes: int, num_words: int) -> Indices:
