@@ -26,8 +26,14 @@ from pipeline.models.loading import (
     resolve_device,
     resolve_dtype,
 )
-from pipeline.models.weights import apply_weights, export_weights,
-    num_weight_bytes, state_checksum, tensors_checksum, weight_kind
+from pipeline.models.weights import (
+    apply_weights,
+    export_weights,
+    num_weight_bytes,
+    state_checksum,
+    tensors_checksum,
+    weight_kind,
+)
 from pipeline.weights import HostTensor, WeightKind, WeightState
 from tests.tiny import make_tiny_model, make_tokenizer
 
