@@ -6,9 +6,12 @@ from typing import Protocol
 
 from pipeline.config import WeightSettings
 from pipeline.weights.address_watch import Resolve
+from pipeline.weights.process import PublisherProcess, has_shared_memory
 from pipeline.weights.publisher import PublisherStats, WeightPublisher
 from pipeline.weights.state import Endpoints, WeightState
 from pipeline.weights.subscriber import SubscriberStats, WeightSubscriber
+
+_WORTH_A_PROCESS = 16 * 1024 * 1024  # bytes of a version: less is hashed before another process has woken up
 
 
 class Publisher(Protocol):
@@ -19,6 +22,10 @@ class Publisher(Protocol):
 
     def publish(self, state: WeightState) -> object:
         """Offer a version, and return as soon as the caller may change its tensors. Raises WeightError."""
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether subscribers are served; not before `start`."""
 
     @property
     def stats(self) -> PublisherStats:
@@ -42,8 +49,11 @@ class Subscriber(Protocol):
         """End. Safe to call twice."""
 
 
-def create_publisher(settings: WeightSettings) -> Publisher:
-    """The trainer's end of the channel. Raises ConfigError."""
+def create_publisher(settings: WeightSettings, *, num_bytes: int) -> Publisher:
+    """The trainer's end of the channel. num_bytes: size of a version. Raises ConfigError."""
+    is_worthwhile = settings.own_process == "always" or num_bytes >= _WORTH_A_PROCESS
+    if is_worthwhile and settings.own_process != "never" and has_shared_memory():
+        return PublisherProcess(settings)
     return WeightPublisher(settings)
 
 
