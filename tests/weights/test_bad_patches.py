@@ -79,6 +79,8 @@ def one(kind: int = 0, zero: int = 0) -> bytes:
         (block(b"\x01", b"\x02\x02", changes=1, steps=1, wide=0), "takes 2"),
         (block(b"\x01" * 101, b"\x12" * 51, changes=101, steps=101, wide=0), "101 changes"),
         (block(b"", b"", changes=0, steps=0, wide=0), "0 changes"),
+        (block(b"\x22" * 50, changes=99, steps=0, wide=0), "99 changes without steps"),
+        (block(b"\x22" * 51, changes=101, steps=0, wide=0), "101 changes"),
         (one(2), "kind 2"),
         (one(zero=1), "kind 0"),
         (2 * one(), "2 blocks"),
@@ -95,6 +97,7 @@ def test_a_block_that_contradicts_itself_is_refused(payload: bytes, reason: str)
     good = block(b"\x01\x63", b"\x12", changes=2, steps=2, wide=0)
     assert np.flatnonzero(attempted(Method.DELTA, good, old, 1)).tolist() == [0, 99]
     assert attempted(Method.DELTA, one(0) + one(1), old, 1)[0] == 2
+    assert (attempted(Method.DELTA, block(b"\x22" * 50, changes=100, steps=0, wide=0), old, 1) == 1).all()
     with pytest.raises(WeightError, match=reason):
         attempted(Method.DELTA, payload, old, 1)
 

@@ -41,6 +41,8 @@ def test_folded_patches_do_what_they_do_in_turn(history: tuple[int, list[Tile]],
     from_right = fold_patches(patches[0], fold_patches(patches[1], patches[2], size, width), size, width)
     for folded in (from_left, from_right):
         assert np.array_equal(applied(folded, states[0], width), states[-1])
+        if all(patch.method is not Method.ABSOLUTE for patch in patches):
+            assert len(folded.payload) <= size + 64
         if all(patch.method is not Method.DELTA for patch in patches):
             assert folded.method is not Method.DELTA
 
@@ -75,6 +77,23 @@ def test_two_differences_that_cancel_fold_to_nothing() -> None:
     there, back = make_patch(old, new, 2), make_patch(new, old, 2)
     assert there.method is back.method is Method.DELTA
     assert fold_patches(there, back, len(old), 2) == Patch(Method.UNCHANGED, b"")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("share", [0.5, 0.9, 0.99, 0.996, 0.999, 1.0])
+def test_folded_differences_are_hardly_larger_than_the_tile(width: int, share: float) -> None:
+    random = np.random.default_rng(width)
+    words = [noise(random, 40_000, width)]
+    for number in range(2):  # half of those that change, and the other half: noise
+        changed = noise(random, 40_000, width)
+        is_changed = (random.random(40_000) < share) & (np.arange(40_000) % 2 == number)
+        words.append(np.where(is_changed, changed, words[-1]))
+    tiles = [item.view(np.uint8) for item in words]
+    first, second = (make_patch(*pair, width) for pair in pairwise(tiles))
+    assert first.method is second.method is Method.DELTA
+    folded = fold_patches(first, second, len(tiles[0]), width)
+    assert len(folded.payload) <= len(tiles[0]) + 64
+    assert np.array_equal(applied(folded, tiles[0], width), tiles[2])
 
 
 def test_values_that_together_cover_a_tile_fold_into_the_whole_of_it() -> None:
