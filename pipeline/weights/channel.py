@@ -10,6 +10,7 @@ from pipeline.weights.address_watch import Resolve
 from pipeline.weights.meeting import remove_abandoned
 from pipeline.weights.process import PublisherProcess, has_shared_memory
 from pipeline.weights.publisher import PublisherStats, WeightPublisher
+from pipeline.weights.relay import Relay
 from pipeline.weights.sharing import SharedSubscriber
 from pipeline.weights.state import Endpoints, WeightState
 from pipeline.weights.subscriber import WeightSubscriber
@@ -46,6 +47,10 @@ class Subscriber(Protocol):
         """The newest version above `newer_than` (None: any), verified. Waits as long as it must."""
 
     @property
+    def is_receiving(self) -> bool:
+        """Whether this process receives by itself, and not another one of this machine for it."""
+
+    @property
     def stats(self) -> SubscriberStats:
         """A copy of the figures."""
 
@@ -61,10 +66,15 @@ def create_publisher(settings: WeightSettings, *, num_bytes: int) -> Publisher:
     return WeightPublisher(settings)
 
 
-def create_subscriber(settings: WeightSettings, resolve: Resolve, *, run_id: str) -> Subscriber:
-    """A generator's end of the channel. run_id: those with the same one share a receiver. Raises ConfigError."""
+def create_subscriber(
+    settings: WeightSettings, resolve: Resolve, *, run_id: str, relay: Relay | None = None
+) -> Subscriber:
+    """A generator's end of the channel. Raises ConfigError.
+
+    run_id: those with the same one share a receiver. relay: passes weights on, where this one receives.
+    """
     if settings.share_on_host and has_shared_memory():
         folder = own_folder(f"weights of run {run_id}")
         remove_abandoned(folder)
-        return SharedSubscriber(settings, resolve=resolve, folder=folder)
-    return WeightSubscriber(settings, resolve=resolve)
+        return SharedSubscriber(settings, resolve=resolve, folder=folder, relay=relay)
+    return WeightSubscriber(settings, resolve=resolve, relay=relay)
