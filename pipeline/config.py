@@ -312,6 +312,9 @@ class WeightSettings(Section):
     own_process: Literal["auto", "always", "never"] = Field(
         "auto", description="Encodes and serves in a process beside the trainer's; auto: versions of 16 MiB and more."
     )
+    share_on_host: bool = Field(
+        True, description="Generators of a run on one machine: one receives, into memory that the others map."
+    )
     publish_every: Count = Field(1, description="Optimiser steps between published versions.")
     insecure: bool = Field(False, description="Allows binding other than loopback without encryption.")
     server_secret_key_file: str = Field("", description="CURVE secret key of the trainer.")

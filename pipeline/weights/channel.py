@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Protocol
 
 from pipeline.config import WeightSettings
+from pipeline.places import own_folder
 from pipeline.weights.address_watch import Resolve
+from pipeline.weights.meeting import remove_abandoned
 from pipeline.weights.process import PublisherProcess, has_shared_memory
 from pipeline.weights.publisher import PublisherStats, WeightPublisher
+from pipeline.weights.sharing import SharedSubscriber
 from pipeline.weights.state import Endpoints, WeightState
-from pipeline.weights.subscriber import SubscriberStats, WeightSubscriber
+from pipeline.weights.subscriber import WeightSubscriber
+from pipeline.weights.subscriber_stats import SubscriberStats
 
 _WORTH_A_PROCESS = 16 * 1024 * 1024  # bytes of a version: less is hashed before another process has woken up
 
@@ -57,6 +61,10 @@ def create_publisher(settings: WeightSettings, *, num_bytes: int) -> Publisher:
     return WeightPublisher(settings)
 
 
-def create_subscriber(settings: WeightSettings, resolve: Resolve) -> Subscriber:
-    """A generator's end of the channel. Raises ConfigError."""
+def create_subscriber(settings: WeightSettings, resolve: Resolve, *, run_id: str) -> Subscriber:
+    """A generator's end of the channel. run_id: those with the same one share a receiver. Raises ConfigError."""
+    if settings.share_on_host and has_shared_memory():
+        folder = own_folder(f"weights of run {run_id}")
+        remove_abandoned(folder)
+        return SharedSubscriber(settings, resolve=resolve, folder=folder)
     return WeightSubscriber(settings, resolve=resolve)

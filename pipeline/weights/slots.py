@@ -6,15 +6,12 @@ file system: when both processes have ended, however they ended, nothing of them
 
 from __future__ import annotations
 
-import mmap
 import os
 import weakref
 from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
-
 from pipeline.errors import WeightError
+from pipeline.weights.memfd import create_memory, map_memory
 
 
 class Slot:
@@ -24,18 +21,14 @@ class Slot:
         self.number = number
         self.num_bytes = num_bytes
         self.fd = fd
-        self._map = mmap.mmap(fd, max(num_bytes, 1))
-        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+        self._bytes = map_memory(fd, num_bytes)
 
     @classmethod
     def create(cls, number: int, num_bytes: int) -> Slot:
         """New memory, all zeros. Raises WeightError where there is none."""
-        fd = os.memfd_create("rollstream-weights", os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(fd, 0, max(num_bytes, 1))
-            return cls(number, fd, num_bytes)
+            return cls(number, create_memory(num_bytes), num_bytes)
         except (OSError, ValueError) as error:
-            os.close(fd)
             raise WeightError(f"no shared memory for the {num_bytes} bytes of a version: {error}") from error
 
     def content(self, num_bytes: int) -> memoryview:

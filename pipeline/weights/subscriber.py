@@ -14,8 +14,8 @@ import asyncio
 import itertools
 import time
 import uuid
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 
 import zmq
@@ -28,57 +28,18 @@ from pipeline.weights.address_watch import LOOK_EVERY_S, MovedError, Resolve, un
 from pipeline.weights.choice import Choice
 from pipeline.weights.link import Answer, Link
 from pipeline.weights.manifest import decode_manifest
-from pipeline.weights.memory import BufferPool
+from pipeline.weights.memory import BufferPool, Pool
 from pipeline.weights.patches import decode_table
 from pipeline.weights.protocol import NO_ROOT, NOTHING, WANTS_PATCHES, Kind
 from pipeline.weights.security import check_public_key
 from pipeline.weights.state import WeightState
+from pipeline.weights.subscriber_stats import Phase, SubscriberStats
 from pipeline.weights.transfer import Content, PatchTransfer, SnapshotTransfer, Transfer
 
 _SILENT_POLLS = 3  # intervals without an answer after which the publisher may have moved
 _MAX_PATIENCE = 8  # so many times longer a slow line is waited for, if it has not moved
 
 log = get_logger()
-
-
-class Phase(StrEnum):
-    """What a subscriber waits for."""
-
-    ADDRESS = "address of the weight publisher"
-    PUBLISHER = "answer of the weight publisher"
-    VERSION = "newer weights"
-    TILES = "tiles"
-
-
-@dataclass(slots=True, kw_only=True)
-class SubscriberStats:
-    """Figures since the start.
-
-    phase: what it waits for now. num_patched: of the versions, those of which only what changed was
-    sent. num_bytes: of the versions, num_received_bytes: sent for them. receive_s: from manifest to
-    last piece, verify_s of it hashing, copying and patching. num_skipped: versions that were overtaken.
-    num_missed_announcements: versions learnt by polling. num_silences: connections given up.
-    num_moves: publishers that were found elsewhere. num_resumed_tiles: kept over both.
-    num_lost_tiles: ordered and not answered. num_refused: manifests or objects that failed
-    verification. num_ignored: malformed messages.
-    """
-
-    phase: Phase = Phase.ADDRESS
-    num_versions: int = 0
-    num_patched: int = 0
-    num_skipped: int = 0
-    num_bytes: int = 0
-    num_received_bytes: int = 0
-    receive_s: float = 0.0
-    verify_s: float = 0.0
-    num_corrupt_tiles: int = 0
-    num_lost_tiles: int = 0
-    num_resumed_tiles: int = 0
-    num_missed_announcements: int = 0
-    num_silences: int = 0
-    num_moves: int = 0
-    num_refused: int = 0
-    num_ignored: int = 0
 
 
 class _SilenceError(Exception):
@@ -93,7 +54,9 @@ class WeightSubscriber:
     at the start, and when the publisher is silent.
     """
 
-    def __init__(self, settings: WeightSettings, *, resolve: Resolve) -> None:
+    def __init__(
+        self, settings: WeightSettings, *, resolve: Resolve, make_pool: Callable[[int], Pool] = BufferPool
+    ) -> None:
         check_public_key(settings.server_public_key)
         self._settings = settings
         self._resolve = resolve
@@ -104,7 +67,8 @@ class WeightSubscriber:
         self._transfer: Transfer | None = None
         self._held: Content | None = None  # the last that is complete, which patches start from
         self._choice = Choice(settings.encoding)
-        self._pool = BufferPool(0, max_free=1)
+        self._make_pool = make_pool
+        self._pool = make_pool(0)
         self._patience = 1
         self._receive_s = 0.0  # of the transfer under way
         self._last_version = NOTHING
@@ -116,6 +80,14 @@ class WeightSubscriber:
         Cancelling it is safe, and what has come so far is used by the next call. The state has
         memory of its own, which is used again only after every view of it is gone.
         """
+        return (await self.next_content(newer_than)).state()
+
+    def start_from(self, content: Content) -> None:
+        """Patches may start from a version that came another way."""
+        self._held = content
+
+    async def next_content(self, newer_than: int | None) -> Content:
+        """The same as it lies in memory."""
         floor = NOTHING if newer_than is None else newer_than
         while True:
             try:
@@ -251,7 +223,7 @@ class WeightSubscriber:
             raise WeightError(f"the manifest is of version {version}, not of the one that was asked for")
         table = decode_table(answer.payloads[1], manifest) if answer.header.kind is Kind.PATCHES else None
         if self._pool.buffer_bytes != manifest.num_bytes:
-            self._pool = BufferPool(manifest.num_bytes, max_free=1)
+            self._pool = self._make_pool(manifest.num_bytes)
         try:
             buffer = self._pool.borrow()
         except MemoryError as error:
@@ -295,7 +267,7 @@ class WeightSubscriber:
         for request in (*passed_over, number):
             del ordered[request]
 
-    def _finished(self, transfer: Transfer) -> WeightState:
+    def _finished(self, transfer: Transfer) -> Content:
         version, is_patched = transfer.manifest.weight_version, isinstance(transfer, PatchTransfer)
         made_s = transfer.table.encode_s if isinstance(transfer, PatchTransfer) else 0.0
         self._choice.note(
@@ -314,4 +286,4 @@ class WeightSubscriber:
         self._stats.num_received_bytes += transfer.num_bytes
         self._stats.receive_s += self._receive_s
         self._stats.verify_s += transfer.verify_s
-        return content.state()
+        return content
