@@ -129,7 +129,9 @@ class TileServer:
                 self.stats.num_malformed += 1
 
     def _serve_manifest(self, peer: bytes, request: Header) -> None:
-        patching = self._shelf.start_patching(request.version, request.root) if request.index == WANTS_PATCHES else None
+        wants_patches = request.index == WANTS_PATCHES
+        self._shelf.note_wish(peer, wants_patches=wants_patches)
+        patching = self._shelf.start_patching(request.version, request.root) if wants_patches else None
         if patching is not None:
             newer, patches = patching
             version, root = newer.manifest.weight_version, newer.manifest.root

@@ -116,7 +116,7 @@ async def test_receivers_behind_relays_wait_for_the_first_version_and_not_for_a_
         async with machines(4, endpoints, poll_s=20.0) as fleet:
             *children, first = reversed(fleet.subscribers.values())
             waiting = [asyncio.create_task(next_within(child, None)) for child in children]
-            await until(lambda: all(child.stats.phase is Phase.PUBLISHER for child in children))
+            await until(lambda: all(child.stats.phase is not Phase.ADDRESS for child in children))
             waiting.append(asyncio.create_task(next_within(first, None)))
             await until(lambda: all(one.stats.phase is Phase.VERSION for one in fleet.subscribers.values()))
             publisher.publish(make_state(0))
