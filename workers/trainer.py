@@ -40,7 +40,7 @@ class Trainer:
         self._learner = learner
         self._data = data
         self._recovery = recovery
-        self._publisher = create_publisher(config.weights)
+        self._publisher = create_publisher(config.weights, run=f"{config.run.name}.{context.run_id}")
         self._num_bytes_sent = 0
         self._progress = Progress(context, config)
         self._evaluator = Evaluator(context.streams)

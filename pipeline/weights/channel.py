@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pipeline.config import WeightSettings
+from pipeline.logs import get_logger
 from pipeline.weights.address_watch import Resolve
-from pipeline.weights.publisher import PublisherStats, WeightPublisher
 from pipeline.weights.state import Endpoints, WeightState
-from pipeline.weights.subscriber import SubscriberStats, WeightSubscriber
+from pipeline.weights.subscriber_stats import SubscriberStats
+
+if TYPE_CHECKING:
+    from pipeline.weights.publisher import PublisherStats
+
+log = get_logger()
 
 
 class Publisher(Protocol):
@@ -42,11 +47,47 @@ class Subscriber(Protocol):
         """End. Safe to call twice."""
 
 
-def create_publisher(settings: WeightSettings) -> Publisher:
-    """The trainer's end of the channel. Raises ConfigError."""
+def create_publisher(settings: WeightSettings, *, run: str) -> Publisher:
+    """The trainer's end of the channel. run: tells it from all others in a store. Raises ConfigError."""
+    if settings.store:
+        from pipeline.weights.store.publisher import StorePublisher
+
+        return StorePublisher(settings, run=run)
+    from pipeline.weights.publisher import WeightPublisher
+
     return WeightPublisher(settings)
 
 
 def create_subscriber(settings: WeightSettings, resolve: Resolve) -> Subscriber:
     """A generator's end of the channel. Raises ConfigError."""
+    resolve = _Suitable(settings, resolve)
+    if settings.store:
+        from pipeline.weights.store.subscriber import StoreSubscriber
+
+        return StoreSubscriber(settings, resolve=resolve)
+    from pipeline.weights.subscriber import WeightSubscriber
+
     return WeightSubscriber(settings, resolve=resolve)
+
+
+class _Suitable:
+    """The publisher's address, where it uses the channel that this end's settings name."""
+
+    def __init__(self, settings: WeightSettings, resolve: Resolve) -> None:
+        self._settings = settings
+        self._resolve = resolve
+        self._told: Endpoints | None = None
+
+    async def __call__(self) -> Endpoints | None:
+        endpoints = await self._resolve()
+        if endpoints is None or bool(endpoints.folder) == bool(self._settings.store):
+            return endpoints
+        if endpoints != self._told:
+            way = "into a store" if endpoints.folder else "over ZeroMQ"
+            log.error(
+                "weights_elsewhere",
+                reason=f"the trainer publishes {way}, and weights.store = {self._settings.store!r} here",
+                way_out="set weights.store for trainer and generators alike",
+            )
+        self._told = endpoints
+        return None

@@ -14,8 +14,7 @@ import asyncio
 import itertools
 import time
 import uuid
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from types import TracebackType
 
 import zmq
@@ -33,52 +32,13 @@ from pipeline.weights.patches import decode_table
 from pipeline.weights.protocol import NO_ROOT, NOTHING, WANTS_PATCHES, Kind
 from pipeline.weights.security import check_public_key
 from pipeline.weights.state import WeightState
+from pipeline.weights.subscriber_stats import Phase, SubscriberStats
 from pipeline.weights.transfer import Content, PatchTransfer, SnapshotTransfer, Transfer
 
 _SILENT_POLLS = 3  # intervals without an answer after which the publisher may have moved
 _MAX_PATIENCE = 8  # so many times longer a slow line is waited for, if it has not moved
 
 log = get_logger()
-
-
-class Phase(StrEnum):
-    """What a subscriber waits for."""
-
-    ADDRESS = "address of the weight publisher"
-    PUBLISHER = "answer of the weight publisher"
-    VERSION = "newer weights"
-    TILES = "tiles"
-
-
-@dataclass(slots=True, kw_only=True)
-class SubscriberStats:
-    """Figures since the start.
-
-    phase: what it waits for now. num_patched: of the versions, those of which only what changed was
-    sent. num_bytes: of the versions, num_received_bytes: sent for them. receive_s: from manifest to
-    last piece, verify_s of it hashing, copying and patching. num_skipped: versions that were overtaken.
-    num_missed_announcements: versions learnt by polling. num_silences: connections given up.
-    num_moves: publishers that were found elsewhere. num_resumed_tiles: kept over both.
-    num_lost_tiles: ordered and not answered. num_refused: manifests or objects that failed
-    verification. num_ignored: malformed messages.
-    """
-
-    phase: Phase = Phase.ADDRESS
-    num_versions: int = 0
-    num_patched: int = 0
-    num_skipped: int = 0
-    num_bytes: int = 0
-    num_received_bytes: int = 0
-    receive_s: float = 0.0
-    verify_s: float = 0.0
-    num_corrupt_tiles: int = 0
-    num_lost_tiles: int = 0
-    num_resumed_tiles: int = 0
-    num_missed_announcements: int = 0
-    num_silences: int = 0
-    num_moves: int = 0
-    num_refused: int = 0
-    num_ignored: int = 0
 
 
 class _SilenceError(Exception):
@@ -107,7 +67,6 @@ class WeightSubscriber:
         self._pool = BufferPool(0, max_free=1)
         self._patience = 1
         self._receive_s = 0.0  # of the transfer under way
-        self._last_version = NOTHING
         self._stats = SubscriberStats()
 
     async def next(self, newer_than: int | None) -> WeightState:
@@ -296,7 +255,7 @@ class WeightSubscriber:
             del ordered[request]
 
     def _finished(self, transfer: Transfer) -> WeightState:
-        version, is_patched = transfer.manifest.weight_version, isinstance(transfer, PatchTransfer)
+        is_patched = isinstance(transfer, PatchTransfer)
         made_s = transfer.table.encode_s if isinstance(transfer, PatchTransfer) else 0.0
         self._choice.note(
             is_patches=is_patched, seconds=self._receive_s + made_s, num_bytes=transfer.manifest.num_bytes
@@ -305,13 +264,11 @@ class WeightSubscriber:
         content = transfer.content()
         self._held = None if self._settings.encoding == "snapshot" else content
         self._patience = 1
-        if self._last_version != NOTHING:
-            self._stats.num_skipped += version - self._last_version - 1
-        self._last_version = version
-        self._stats.num_versions += 1
-        self._stats.num_patched += is_patched
-        self._stats.num_bytes += transfer.manifest.num_bytes
-        self._stats.num_received_bytes += transfer.num_bytes
-        self._stats.receive_s += self._receive_s
-        self._stats.verify_s += transfer.verify_s
+        self._stats.arrived(
+            transfer.manifest,
+            is_patched=is_patched,
+            num_received_bytes=transfer.num_bytes,
+            receive_s=self._receive_s,
+            verify_s=transfer.verify_s,
+        )
         return content.state()
