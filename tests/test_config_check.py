@@ -170,6 +170,8 @@ def test_the_command_prints_what_was_looked_at(settings: list[str], capsys: pyte
         ("generation.replay_routing=true", "'llama' has no router"),
         ("weights.server_secret_key_file='nowhere.key'", "weights.server_secret_key_file"),
         ("weights.server_public_key=abc", "weights.server_public_key"),
+        ("weights.store=ftp://host/folder", "weights.store = 'ftp://host/folder': no store is known"),
+        ("weights.store=gs://bucket/folder", "needs gcsfs: pip install gcsfs"),
         ("tracking.trackers=['trackio']", "trackio"),
         ("lora.rank=2 lora.target_modules=['nothing']", "lora.target_modules"),
         ("model.attention=nonsense", "model.attention = 'nonsense'"),
