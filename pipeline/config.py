@@ -316,6 +316,12 @@ class WeightSettings(Section):
     )
     credits: Annotated[int, Field(ge=1, le=256)] = Field(8, description="Tiles a subscriber has on order at once.")
     poll_s: Seconds = Field(2.0, description="A lost announcement delays new weights by at most this.")
+    own_process: Literal["auto", "always", "never"] = Field(
+        "auto", description="Encodes and serves in a process beside the trainer's; auto: versions of 16 MiB and more."
+    )
+    share_on_host: bool = Field(
+        True, description="Generators of a run on one machine: one receives, into memory that the others map."
+    )
     publish_every: Count = Field(1, description="Optimiser steps between published versions.")
     insecure: bool = Field(False, description="Allows binding other than loopback without encryption.")
     server_secret_key_file: str = Field("", description="CURVE secret key of the trainer.")

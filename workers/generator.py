@@ -125,7 +125,7 @@ class WeightFollower:
         self._context = context
         self._engine = engine
         self._work = work
-        self._subscriber = create_subscriber(context.config.weights, context.fleet.endpoints)
+        self._subscriber = create_subscriber(context.config.weights, context.fleet.endpoints, run_id=context.run_id)
         self._newest_seen: int | None = None
         self._counted = copy.copy(self._subscriber.stats)
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from pipeline.collector import Collector, HeldGroup
 from pipeline.config import Config
+from pipeline.errors import WeightError
 from pipeline.evaluation import EvaluationReport, Evaluator
 from pipeline.feeder import Feeder
 from pipeline.learner import Learner, load_learner
@@ -40,7 +41,9 @@ class Trainer:
         self._learner = learner
         self._data = data
         self._recovery = recovery
-        self._publisher = create_publisher(config.weights, run=f"{config.run.name}.{context.run_id}")
+        self._publisher = create_publisher(
+            config.weights, num_bytes=learner.num_weight_bytes, run=f"{config.run.name}.{context.run_id}"
+        )
         self._num_bytes_sent = 0
         self._progress = Progress(context, config)
         self._evaluator = Evaluator(context.streams)
@@ -76,7 +79,9 @@ class Trainer:
             await self._publish()
             self._context.set_ready(True)
             async with asyncio.TaskGroup() as group:
-                helpers = [group.create_task(self._feed()), group.create_task(self._collector.run())]
+                helpers = [
+                    group.create_task(work) for work in (self._feed(), self._collector.run(), self._watch_publisher())
+                ]
                 ended = await self._train()
                 for helper in helpers:
                     helper.cancel()
@@ -193,6 +198,12 @@ class Trainer:
             await self._feeder.top_up(version=self._state.version, limit=limit)
             self._progress.prompts_skipped(self._data.source.num_skipped, self._data.max_prompt_tokens)
             await self._context.wait_for_any(self._slots_freed, timeout_s=_FEED_WAIT_S)
+
+    async def _watch_publisher(self) -> None:
+        """Nobody would get weights, and perhaps nobody could generate what the next step waits for."""
+        while self._publisher.is_serving:  # noqa: ASYNC110  another process sets no event
+            await asyncio.sleep(self._config.worker.heartbeat_s)
+        raise WeightError("what serves this trainer's weights has ended")
 
     async def _introduce_again(self) -> None:
         """Redis came back without the run: say once more where the weights are."""

@@ -16,7 +16,7 @@ from typing import Any
 from pipeline.config import WeightSettings
 from pipeline.errors import WeightError
 from pipeline.weights import Endpoints, WeightState
-from pipeline.weights.channel import create_subscriber
+from pipeline.weights.receiver import create_receiver
 
 
 class WeightPull:
@@ -86,7 +86,7 @@ class WeightPull:
 
     async def _receive(self, settings: WeightSettings) -> None:
         try:
-            with contextlib.closing(create_subscriber(settings, self._where)) as subscriber:
+            with contextlib.closing(create_receiver(settings, self._where)) as subscriber:
                 while True:
                     self._asked.clear()
                     while (state := self._state) is None or state.weight_version <= self._newer_than:

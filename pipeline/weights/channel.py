@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from pipeline.config import WeightSettings
-from pipeline.logs import get_logger
+from pipeline.places import own_folder
 from pipeline.weights.address_watch import Resolve
+from pipeline.weights.meeting import remove_abandoned
+from pipeline.weights.process import PublisherProcess, has_shared_memory
+from pipeline.weights.publisher import PublisherStats, WeightPublisher
+from pipeline.weights.receiver import create_receiver
+from pipeline.weights.sharing import SharedSubscriber
 from pipeline.weights.state import Endpoints, WeightState
+from pipeline.weights.store.publisher import StorePublisher
 from pipeline.weights.subscriber_stats import SubscriberStats
 
-if TYPE_CHECKING:
-    from pipeline.weights.publisher import PublisherStats
-
-log = get_logger()
+_WORTH_A_PROCESS = 16 * 1024 * 1024  # bytes of a version: less is hashed before another process has woken up
 
 
 class Publisher(Protocol):
@@ -24,6 +27,10 @@ class Publisher(Protocol):
 
     def publish(self, state: WeightState) -> object:
         """Offer a version, and return as soon as the caller may change its tensors. Raises WeightError."""
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether subscribers are served; not before `start`."""
 
     @property
     def stats(self) -> PublisherStats:
@@ -47,47 +54,23 @@ class Subscriber(Protocol):
         """End. Safe to call twice."""
 
 
-def create_publisher(settings: WeightSettings, *, run: str) -> Publisher:
-    """The trainer's end of the channel. run: tells it from all others in a store. Raises ConfigError."""
+def create_publisher(settings: WeightSettings, *, num_bytes: int, run: str) -> Publisher:
+    """The trainer's end of the channel. num_bytes: size of a version. run: tells it from all others in a store.
+
+    Raises ConfigError.
+    """
     if settings.store:
-        from pipeline.weights.store.publisher import StorePublisher
-
         return StorePublisher(settings, run=run)
-    from pipeline.weights.publisher import WeightPublisher
-
+    is_worthwhile = settings.own_process == "always" or num_bytes >= _WORTH_A_PROCESS
+    if is_worthwhile and settings.own_process != "never" and has_shared_memory():
+        return PublisherProcess(settings)
     return WeightPublisher(settings)
 
 
-def create_subscriber(settings: WeightSettings, resolve: Resolve) -> Subscriber:
-    """A generator's end of the channel. Raises ConfigError."""
-    resolve = _Suitable(settings, resolve)
-    if settings.store:
-        from pipeline.weights.store.subscriber import StoreSubscriber
-
-        return StoreSubscriber(settings, resolve=resolve)
-    from pipeline.weights.subscriber import WeightSubscriber
-
-    return WeightSubscriber(settings, resolve=resolve)
-
-
-class _Suitable:
-    """The publisher's address, where it uses the channel that this end's settings name."""
-
-    def __init__(self, settings: WeightSettings, resolve: Resolve) -> None:
-        self._settings = settings
-        self._resolve = resolve
-        self._told: Endpoints | None = None
-
-    async def __call__(self) -> Endpoints | None:
-        endpoints = await self._resolve()
-        if endpoints is None or bool(endpoints.folder) == bool(self._settings.store):
-            return endpoints
-        if endpoints != self._told:
-            way = "into a store" if endpoints.folder else "over ZeroMQ"
-            log.error(
-                "weights_elsewhere",
-                reason=f"the trainer publishes {way}, and weights.store = {self._settings.store!r} here",
-                way_out="set weights.store for trainer and generators alike",
-            )
-        self._told = endpoints
-        return None
+def create_subscriber(settings: WeightSettings, resolve: Resolve, *, run_id: str) -> Subscriber:
+    """A generator's end of the channel. run_id: those with the same one share a receiver. Raises ConfigError."""
+    if settings.share_on_host and has_shared_memory():
+        folder = own_folder(f"weights of run {run_id}")
+        remove_abandoned(folder)
+        return SharedSubscriber(settings, resolve=resolve, folder=folder)
+    return create_receiver(settings, resolve)

@@ -51,7 +51,9 @@ def make_patch(old: NDArray[np.uint8], new: NDArray[np.uint8], width: int, *, id
     indices = _changed(old, new, width)
     if not indices.size:
         return Patch(Method.UNCHANGED, b"")
-    values = after[indices] if idempotent else after[indices] - before[indices]
+    values = after.take(indices)
+    if not idempotent:
+        values -= before.take(indices)
     sparse = write_block(Block(indices=indices, values=values, is_absolute=idempotent), len(after))
     patch = Patch(Method.ABSOLUTE if idempotent else Method.DELTA, sparse)
     if _SURELY_SMALLEST * len(sparse) <= new.size:
@@ -140,7 +142,7 @@ def _changed(old: NDArray[np.uint8], new: NDArray[np.uint8], width: int) -> Indi
         return _positions(before != after)
     old_groups, new_groups = old.view(np.uint64), new.view(np.uint64)
     groups = _positions(old_groups != new_groups)
-    is_changed = (old_groups[groups] ^ new_groups[groups]).view(before.dtype) != 0
+    is_changed = (old_groups.take(groups) ^ new_groups.take(groups)).view(before.dtype) != 0
     return _within(groups, np.flatnonzero(is_changed), 8 // width)
 
 
@@ -156,7 +158,9 @@ def _positions(mask: NDArray[np.bool_]) -> Indices:
 def _within(groups: Indices, found: Indices, size: int) -> Indices:
     """Where the `found` members of the listed groups of `size`, a power of two, are among those of all groups."""
     shift = size.bit_length() - 1
-    indices: Indices = (groups[found >> shift] << shift) + (found & (size - 1))
+    indices = groups.take(found >> shift)
+    indices <<= shift
+    indices += found & (size - 1)
     return indices
 
 

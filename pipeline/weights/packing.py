@@ -48,12 +48,9 @@ def decompress(frame: memoryview, num_bytes: int) -> bytes:
         claims = zstandard.get_frame_parameters(frame)
         if claims.content_size != num_bytes or claims.window_size > max(num_bytes, _MIN_WINDOW_BYTES):
             raise WeightError(f"a frame claims {claims.content_size} bytes, {num_bytes} belong there")
-        data = _ZSTD.decompressor.decompress(frame, allow_extra_data=False)
+        return _ZSTD.decompressor.decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise WeightError(f"a frame of {len(frame)} bytes is no zstd: {error}") from error
-    if len(data) != num_bytes:
-        raise WeightError(f"a frame holds {len(data)} bytes, {num_bytes} belong there")
-    return data
 
 
 def pack_column(column: NDArray[np.uint8]) -> bytes:

@@ -154,6 +154,11 @@ class WeightPublisher:
         return self._encoder.compare(base, item) if base is not None and is_wanted else None
 
     @property
+    def is_serving(self) -> bool:
+        """Whether the thread that serves is there."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
     def stats(self) -> PublisherStats:
         """Figures since the start."""
         return PublisherStats(

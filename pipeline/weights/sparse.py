@@ -23,7 +23,7 @@ Indices = NDArray[np.intp]
 
 _HEADER = struct.Struct("<IIIBBBB")  # changes, steps, wide codes, bytes of a step, bytes of a word, is absolute, 0
 _STEP_BYTES = (1, 2)
-_FAR = 512  # words between changes on average, above which a step of two bytes is smaller
+_FAR = 400  # words between changes on average, above which a step of two bytes is smaller
 _WIDE = 15  # the code of four bits that says: look among the wide codes
 
 
@@ -41,10 +41,10 @@ class Block:
 
     def apply(self, words: Words) -> None:
         """Change `words` in place."""
-        if self.is_absolute:
-            words[self.indices] = self.values
-        else:
-            words[self.indices] += self.values
+        values = self.values
+        if not self.is_absolute:
+            values = words.take(self.indices) + values
+        words[self.indices] = values
 
 
 def word_type(width: int) -> np.dtype[np.unsignedinteger[Any]]:
@@ -55,10 +55,23 @@ def word_type(width: int) -> np.dtype[np.unsignedinteger[Any]]:
 
 
 def write_block(block: Block, num_words: int) -> bytes:
-    """The block of a tile of `num_words`, which has at least one change."""
+    """The block of a tile of `num_words`, which has at least one change.
+
+    Differences take at most 64 bytes more than the tile, however many and however large: where they
+    would, those of all words are written, 0 included, and no steps.
+    """
+    payload = _write(block, num_words)
+    if block.is_absolute or len(payload) <= num_words * block.values.itemsize:
+        return payload
+    differences = np.zeros(num_words, dtype=block.values.dtype)
+    block.apply(differences)
+    return _write(Block(indices=np.arange(num_words), values=differences, is_absolute=False), num_words)
+
+
+def _write(block: Block, num_words: int) -> bytes:
     num_changes, width = len(block.indices), block.values.itemsize
     step_bytes = 2 if num_words > _FAR * num_changes else 1
-    steps = _steps(block.indices, step_bytes)
+    steps = _steps(block.indices, step_bytes) if num_changes < num_words else np.empty(0, dtype=np.uint8)
     codes = block.values if block.is_absolute else _zigzag(block.values)
     columns = _planes(steps)
     is_wide = codes >= _WIDE
@@ -79,17 +92,23 @@ def read_block(payload: memoryview, num_words: int, width: int) -> tuple[Block, 
     if len(payload) < _HEADER.size:
         raise WeightError(f"a block of {len(payload)} bytes")
     num_changes, num_steps, num_wide, step_bytes, word_bytes, kind, zero = _HEADER.unpack_from(payload)
-    if not 0 < num_changes <= num_steps <= num_words or num_wide > num_changes:
+    if not 0 < num_changes <= (num_steps or num_changes) <= num_words or num_wide > num_changes:
         raise WeightError(f"{num_changes} changes in {num_steps} steps, {num_wide} wide, of {num_words} words")
     if step_bytes not in _STEP_BYTES or word_bytes != width or kind > 1 or zero:
         raise WeightError(f"a block of kind {kind}, steps of {step_bytes} bytes, words of {word_bytes}, not {width}")
-    short = [(num_changes + 1) // 2] if num_wide < num_changes else []
-    lengths = [num_steps] * step_bytes + short + ([num_wide] * width if num_wide else [])
-    columns, rest = _read_columns(payload[_HEADER.size :], lengths)
-    indices = _indices(_join(columns[:step_bytes]), num_changes, num_words)
-    codes = _join(columns[len(columns) - width :]) if num_wide else np.empty(0, dtype=word_type(width))
-    if short:
-        codes = _fill_in(columns[step_bytes], num_changes, codes)
+    num_short = (num_changes + 1) // 2 if num_wide < num_changes else 0
+    groups = ([num_steps] * step_bytes, [num_short], [num_wide] * width)
+    columns, rest = _read_columns(payload[_HEADER.size :], [length for group in groups for length in group if length])
+    if num_steps:
+        indices = _indices(_join(columns[:step_bytes]), num_changes, num_words)
+        columns = columns[step_bytes:]
+    elif num_changes == num_words:
+        indices = np.arange(num_words)
+    else:
+        raise WeightError(f"{num_changes} changes without steps of {num_words} words")
+    codes = _join(columns[-width:]) if num_wide else np.empty(0, dtype=word_type(width))
+    if num_short:
+        codes = _fill_in(columns[0], num_changes, codes)
     values = codes if kind else _unzigzag(codes)
     return Block(indices=indices, values=values, is_absolute=bool(kind)), rest
 
@@ -120,14 +139,9 @@ def _steps(indices: Indices, step_bytes: int) -> Words:
     far = np.flatnonzero(gaps > largest)
     if not far.size:
         return gaps.astype(word_type(step_bytes))
-    num_before = np.zeros_like(gaps)
-    num_before[far] = (gaps[far] - 1) // largest
-    gaps[far] -= largest * num_before[far]
-    places = np.cumsum(num_before)
-    steps = np.zeros(len(gaps) + int(places[-1]), dtype=word_type(step_bytes))
-    places += np.arange(len(gaps))
-    steps[places] = gaps
-    return steps
+    num_before = (gaps[far] - 1) // largest
+    gaps[far] -= largest * num_before
+    return np.insert(gaps.astype(word_type(step_bytes)), np.repeat(far, num_before), 0)
 
 
 def _indices(steps: Words, num_changes: int, num_words: int) -> Indices:

@@ -14,6 +14,7 @@ import asyncio
 import itertools
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 
@@ -27,7 +28,7 @@ from pipeline.weights.address_watch import LOOK_EVERY_S, MovedError, Resolve, un
 from pipeline.weights.choice import Choice
 from pipeline.weights.link import Answer, Link
 from pipeline.weights.manifest import decode_manifest
-from pipeline.weights.memory import BufferPool
+from pipeline.weights.memory import BufferPool, Pool
 from pipeline.weights.patches import decode_table
 from pipeline.weights.protocol import NO_ROOT, NOTHING, WANTS_PATCHES, Kind
 from pipeline.weights.security import check_public_key
@@ -53,7 +54,9 @@ class WeightSubscriber:
     at the start, and when the publisher is silent.
     """
 
-    def __init__(self, settings: WeightSettings, *, resolve: Resolve) -> None:
+    def __init__(
+        self, settings: WeightSettings, *, resolve: Resolve, make_pool: Callable[[int], Pool] = BufferPool
+    ) -> None:
         check_public_key(settings.server_public_key)
         self._settings = settings
         self._resolve = resolve
@@ -64,7 +67,8 @@ class WeightSubscriber:
         self._transfer: Transfer | None = None
         self._held: Content | None = None  # the last that is complete, which patches start from
         self._choice = Choice(settings.encoding)
-        self._pool = BufferPool(0, max_free=1)
+        self._make_pool = make_pool
+        self._pool = make_pool(0)
         self._patience = 1
         self._receive_s = 0.0  # of the transfer under way
         self._stats = SubscriberStats()
@@ -75,6 +79,14 @@ class WeightSubscriber:
         Cancelling it is safe, and what has come so far is used by the next call. The state has
         memory of its own, which is used again only after every view of it is gone.
         """
+        return (await self.next_content(newer_than)).state()
+
+    def start_from(self, content: Content) -> None:
+        """Patches may start from a version that came another way."""
+        self._held = content
+
+    async def next_content(self, newer_than: int | None) -> Content:
+        """The same as it lies in memory."""
         floor = NOTHING if newer_than is None else newer_than
         while True:
             try:
@@ -210,7 +222,7 @@ class WeightSubscriber:
             raise WeightError(f"the manifest is of version {version}, not of the one that was asked for")
         table = decode_table(answer.payloads[1], manifest) if answer.header.kind is Kind.PATCHES else None
         if self._pool.buffer_bytes != manifest.num_bytes:
-            self._pool = BufferPool(manifest.num_bytes, max_free=1)
+            self._pool = self._make_pool(manifest.num_bytes)
         try:
             buffer = self._pool.borrow()
         except MemoryError as error:
@@ -254,7 +266,7 @@ class WeightSubscriber:
         for request in (*passed_over, number):
             del ordered[request]
 
-    def _finished(self, transfer: Transfer) -> WeightState:
+    def _finished(self, transfer: Transfer) -> Content:
         is_patched = isinstance(transfer, PatchTransfer)
         made_s = transfer.table.encode_s if isinstance(transfer, PatchTransfer) else 0.0
         self._choice.note(
@@ -271,4 +283,4 @@ class WeightSubscriber:
             receive_s=self._receive_s,
             verify_s=transfer.verify_s,
         )
-        return content.state()
+        return content

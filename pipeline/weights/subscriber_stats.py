@@ -20,6 +20,7 @@ class Phase(StrEnum):
     VERSION = "newer weights"
     TILES = "tiles"
     STORE = "weight store"
+    NEIGHBOUR = "the generator of this machine that receives weights"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,18 +28,20 @@ class SubscriberStats:
     """Figures since the start.
 
     phase: what it waits for now. num_patched: of the versions, those of which only what changed was
-    sent. num_bytes: of the versions, num_received_bytes: sent for them. receive_s: from manifest to
-    last piece, verify_s of it hashing, copying and patching. num_skipped: versions that were overtaken.
+    sent, num_mapped those that another process of this machine has received. num_bytes: of the
+    versions, num_received_bytes: sent for them. receive_s: from manifest to last piece, verify_s of it
+    hashing, copying and patching. num_skipped: versions that were overtaken.
     num_missed_announcements: versions learnt by polling. num_silences: connections given up.
     num_moves: publishers that were found elsewhere. num_resumed_tiles: kept over both.
-    num_lost_tiles: ordered and not answered, or files that are gone or
-    cannot be read. num_refused: manifests or objects that failed
-    verification. num_ignored: malformed messages. newest: version that is there, or NOTHING.
+    num_lost_tiles: ordered and not answered, or files that are gone or cannot be read. num_refused:
+    manifests or objects that failed verification. num_ignored: malformed messages. newest: version
+    that is there, or NOTHING.
     """
 
     phase: Phase = Phase.ADDRESS
     num_versions: int = 0
     num_patched: int = 0
+    num_mapped: int = 0
     num_skipped: int = 0
     num_bytes: int = 0
     num_received_bytes: int = 0

@@ -20,6 +20,7 @@ async def test_a_whole_run_goes_through_a_directory_and_survives_the_death_of_it
     async with running(tmp_path, valkey_url, run_name, *SCRIPTED, *settings) as run:
         trainer = run.start_all(generators=2)
         await run.until_steps(6)
+        endpoints = await run.fleet.endpoints()
         trainer.kill()
         run.start("trainer")
         await run.until_over()
@@ -31,7 +32,6 @@ async def test_a_whole_run_goes_through_a_directory_and_survives_the_death_of_it
         }
         assert run.num_steps == 14
         assert max(versions) > 6
-        endpoints = await run.fleet.endpoints()
         assert endpoints is not None
         assert (endpoints.tiles, endpoints.folder.split(".")[0]) == ("", run_name)
         assert [path.name for path in store.iterdir()] == [endpoints.folder]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from pipeline.weights import Endpoints, WeightPublisher, WeightSubscriber
-from pipeline.weights.subscriber import SubscriberStats
+from pipeline.weights.subscriber_stats import SubscriberStats
 from tests.weights.chaos import chaos
 from tests.weights.drift import drifted
 from tests.weights.states import FAST, next_within, same

@@ -12,6 +12,7 @@ import pytest
 
 from pipeline.errors import WeightError
 from pipeline.weights import Endpoints, WeightKind, WeightState
+from pipeline.weights.sharing import SharedSubscriber
 from pipeline.weights.store.publisher import StorePublisher
 from pipeline.weights.store.subscriber import StoreSubscriber
 from pipeline.weights.subscriber_stats import Phase
@@ -213,3 +214,19 @@ async def test_a_cancelled_wait_leaves_a_subscriber_that_works(tmp_path: Path) -
             waiting.cancel()
             await asyncio.wait([waiting])
         assert same(await next_within(subscriber, None), make_state(0, num_bytes=2_000_000))
+
+
+async def test_two_generators_of_a_machine_read_a_store_once(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    settings = settings_for(str(tmp_path / "store"), encoding="delta")
+    with publishing(settings) as publisher:
+        async with (
+            SharedSubscriber(settings, resolve=at(endpoints()), folder=tmp_path / "meeting") as receiver,
+            SharedSubscriber(settings, resolve=at(endpoints()), folder=tmp_path / "meeting") as other,
+        ):
+            for version in range(3):
+                publisher.publish(drifted(version))
+                for subscriber in (receiver, other):
+                    assert same(await next_within(subscriber, version - 1 if version else None), drifted(version))
+            assert (receiver.stats.num_mapped, other.stats.num_mapped) == (0, 3)
+            assert (receiver.stats.num_patched, other.stats.num_received_bytes) == (2, 0)

@@ -14,7 +14,8 @@ from structlog.testing import capture_logs
 
 from pipeline.errors import ConfigError, ServiceUnavailableError, WeightError
 from pipeline.weights import Endpoints, WeightState
-from pipeline.weights.channel import create_publisher, create_subscriber
+from pipeline.weights.channel import create_publisher
+from pipeline.weights.receiver import create_receiver
 from pipeline.weights.store.folder import check_store
 from pipeline.weights.store.pointer import decode_pointer, encode_pointer
 from pipeline.weights.store.subscriber import StoreSubscriber
@@ -329,7 +330,7 @@ async def test_ends_that_use_different_channels_say_so_and_wait(tmp_path: Path) 
     zeromq = Endpoints(announce="tcp://127.0.0.1:9", tiles="tcp://127.0.0.1:9", session="")
     through_files = settings_for(str(tmp_path))
     for settings, published in ((settings_for(""), endpoints()), (through_files, zeromq)):
-        subscriber = create_subscriber(settings, at(published))
+        subscriber = create_receiver(settings, at(published))
         with capture_logs() as logs:
             waiting = asyncio.create_task(subscriber.next(None))
             await until(lambda logs=logs: bool(logs))
@@ -356,11 +357,11 @@ def test_a_store_that_cannot_be_used_is_refused_with_the_way_out(store: str, com
     assert "weights.store" in str(caught.value)
     assert "password@" not in str(caught.value)
     with pytest.raises(ConfigError):
-        create_publisher(settings_for(store), run=RUN)
+        create_publisher(settings_for(store), num_bytes=1, run=RUN)
 
 
 def test_a_directory_that_is_not_there_ends_a_publisher_with_its_name(tmp_path: Path) -> None:
-    publisher = create_publisher(settings_for(str(tmp_path / "nowhere")), run=RUN)
+    publisher = create_publisher(settings_for(str(tmp_path / "nowhere")), num_bytes=1, run=RUN)
     with pytest.raises(ServiceUnavailableError, match=r"weights\.store = '.*nowhere' cannot be used"):
         publisher.start()
     publisher.close()

@@ -101,6 +101,11 @@ class StorePublisher:
         return item.manifest
 
     @property
+    def is_serving(self) -> bool:
+        """Whether the thread that writes is there."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
     def newest(self) -> int:
         """The last version that was published, here or by a publisher before; NOTHING without one."""
         return self._newest

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 
@@ -22,7 +23,7 @@ from pipeline.logs import get_logger
 from pipeline.weights.address_watch import LOOK_EVERY_S, MovedError, Resolve, unless_moved
 from pipeline.weights.choice import Choice
 from pipeline.weights.manifest import Manifest, decode_manifest
-from pipeline.weights.memory import BufferPool
+from pipeline.weights.memory import BufferPool, Pool
 from pipeline.weights.patches import decode_table
 from pipeline.weights.protocol import MAX_MANIFEST_BYTES, NOTHING
 from pipeline.weights.state import Endpoints, WeightState
@@ -62,7 +63,9 @@ class StoreSubscriber:
     passes through `next` as long as no folder is known.
     """
 
-    def __init__(self, settings: WeightSettings, *, resolve: Resolve) -> None:
+    def __init__(
+        self, settings: WeightSettings, *, resolve: Resolve, make_pool: Callable[[int], Pool] = BufferPool
+    ) -> None:
         check_store(settings.store)
         self._settings = settings
         self._resolve = resolve
@@ -72,7 +75,8 @@ class StoreSubscriber:
         self._intake: Intake | None = None
         self._held: Content | None = None  # the last that is complete, which patches start from
         self._choice = Choice(settings.encoding)
-        self._pool = BufferPool(0, max_free=1)
+        self._make_pool = make_pool
+        self._pool = make_pool(0)
         self._not_by_patches = b""  # root of a version whose patches were of no use
         self._receive_s = 0.0  # of the intake
         self._num_unread = 0  # attempts in a row in which the store could not be read
@@ -85,17 +89,23 @@ class StoreSubscriber:
         Cancelling it is safe, and what has come so far is used by the next call. The state has
         memory of its own, which is used again only after every view of it is gone.
         """
+        return (await self.next_content(newer_than)).state()
+
+    def start_from(self, content: Content) -> None:
+        """Patches may start from a version that came another way."""
+        self._held = content
+
+    async def next_content(self, newer_than: int | None) -> Content:
+        """The same as it lies in memory."""
         floor = NOTHING if newer_than is None else newer_than
         while True:
             endpoints, folder = await self._located()
             try:
-                content = await unless_moved(self._received(folder, floor), endpoints, self._resolve)
+                return await unless_moved(self._received(folder, floor), endpoints, self._resolve)
             except MovedError:
                 self._stats.num_moves += 1
                 self._stats.num_resumed_tiles += self._intake.num_verified if self._intake else 0
                 self._endpoints = None
-            else:
-                return content.state()
 
     @property
     def stats(self) -> SubscriberStats:
@@ -237,7 +247,7 @@ class StoreSubscriber:
 
     def _borrow(self, manifest: Manifest) -> memoryview:
         if self._pool.buffer_bytes != manifest.num_bytes:
-            self._pool = BufferPool(manifest.num_bytes, max_free=1)
+            self._pool = self._make_pool(manifest.num_bytes)
         try:
             return self._pool.borrow()
         except MemoryError as error:
