@@ -158,6 +158,13 @@ def test_the_command_prints_what_was_looked_at(settings: list[str], capsys: pyte
     assert {"data", "rewards", "prompts", "model", "server"} <= {line.split()[0] for line in out.splitlines()}
 
 
+def test_a_directory_for_weights_that_is_not_here_may_be_elsewhere(settings: list[str], tmp_path: Path) -> None:
+    report = check(load(settings, f"weights.store='{tmp_path}/nowhere'"))
+    assert any("nowhere is no directory here" in warning for warning in report.warnings)
+    assert "through files" in facts(report, "weights")
+    assert not check(load(settings, f"weights.store='{tmp_path}'")).warnings
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

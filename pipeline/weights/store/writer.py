@@ -143,6 +143,8 @@ class Writer:
         """Remove all files of versions that nobody needs. Raises OSError; it may be repeated."""
         self._expire()
         pointer = self._pointer
+        if not self._is_in_charge():
+            return  # another publisher's files look like leftovers
         whole = {self._overtaken, self._under_way}
         steps = {self._under_way}
         if pointer is not None:
@@ -210,6 +212,13 @@ class Writer:
             for future in futures:
                 future.cancel()
             wait(futures)
+
+    def _is_in_charge(self) -> bool:
+        """Whether the pointer is the one that this publisher wrote or found."""
+        try:
+            return self._read_pointer() == self._pointer
+        except WeightError:
+            return False
 
     def _refuse_if_taken(self, item: WeightObject) -> None:
         """A publisher that was thought dead and wakes up must not turn back what its successor has written."""
