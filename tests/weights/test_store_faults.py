@@ -115,6 +115,20 @@ async def test_damaged_patches_make_way_for_a_snapshot(
         assert subscriber.stats.num_patched == 1, "one bad step does not end patches for good"
 
 
+async def test_patches_that_cannot_be_read_for_long_make_way_for_a_snapshot(tmp_path: Path) -> None:
+    async with store_channel(settings_for(str(tmp_path), encoding="delta", poll_s=0.01)) as (publisher, subscriber):
+        publisher.publish(drifted(0))
+        assert same(await next_within(subscriber, None), drifted(0))
+        publisher.publish(drifted(1))
+        await written(publisher)
+        path = tmp_path / RUN / files_of(tmp_path, ending=".parcels")[-1]
+        path.unlink()
+        path.mkdir()  # reading it fails, and not because it is gone
+        assert same(await next_within(subscriber, 0), drifted(1))
+        assert (subscriber.stats.num_patched, subscriber.stats.num_lost_tiles) == (0, 5)
+        path.rmdir()
+
+
 async def test_a_base_that_was_changed_in_memory_is_found_out_and_replaced(tmp_path: Path) -> None:
     import numpy as np
 

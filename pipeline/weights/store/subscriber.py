@@ -50,7 +50,7 @@ from pipeline.weights.subscriber_stats import Phase, SubscriberStats
 from pipeline.weights.transfer import Content
 
 _LONGEST_WAIT_S = 30.0  # for a store that cannot be read, unless `poll_s` is longer
-_PATIENCE = 4  # such attempts in a row, before what has come of an overtaken version is let go
+_PATIENCE = 4  # such attempts in a row, before another way is taken and what has come is let go
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 log = get_logger()
@@ -178,15 +178,16 @@ class StoreSubscriber:
         if problem != self._problem:
             log.warning("weights_not_read", reason=problem, waiting_for=str(self._stats.phase))
         self._problem = problem
-        if intake is not None and intake.is_patched and self._stats.phase is not Phase.STORE:
-            self._not_by_patches, self._intake = intake.manifest.root, None
-            return
         self._num_unread = self._num_unread + 1 if self._stats.phase is Phase.STORE else 0
         is_worth_keeping = 0 < self._num_unread <= _PATIENCE
-        if intake is not None and not is_worth_keeping and await self._is_overtaken(folder, intake):
-            self._intake = None
-            return
-        wait_s = self._settings.poll_s * 2**self._num_unread
+        if intake is not None and not is_worth_keeping:
+            if intake.is_patched:
+                self._not_by_patches, self._intake = intake.manifest.root, None
+                return
+            if await self._is_overtaken(folder, intake):
+                self._intake = None
+                return
+        wait_s = self._settings.poll_s * 2 ** min(self._num_unread, 16)
         await asyncio.sleep(max(self._settings.poll_s, min(wait_s, _LONGEST_WAIT_S)))
 
     async def _is_overtaken(self, folder: Folder, intake: Intake) -> bool:
