@@ -312,6 +312,9 @@ class WeightSettings(Section):
     own_process: Literal["auto", "always", "never"] = Field(
         "auto", description="Encodes and serves in a process beside the trainer's; auto: versions of 16 MiB and more."
     )
+    max_mbit_per_s: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="A receiver takes weights no faster than this, in Mbit/s; 0 for as fast as they come."
+    )
     share_on_host: bool = Field(
         True, description="Generators of a run on one machine: one receives, into memory that the others map."
     )
