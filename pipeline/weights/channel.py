@@ -11,6 +11,7 @@ from pipeline.weights.meeting import remove_abandoned
 from pipeline.weights.process import PublisherProcess, has_shared_memory
 from pipeline.weights.publisher import PublisherStats, WeightPublisher
 from pipeline.weights.receiver import create_receiver
+from pipeline.weights.relay import Relay
 from pipeline.weights.sharing import SharedSubscriber
 from pipeline.weights.state import Endpoints, WeightState
 from pipeline.weights.store.publisher import StorePublisher
@@ -47,6 +48,10 @@ class Subscriber(Protocol):
         """The newest version above `newer_than` (None: any), verified. Waits as long as it must."""
 
     @property
+    def is_receiving(self) -> bool:
+        """Whether this process receives by itself, and not another one of this machine for it."""
+
+    @property
     def stats(self) -> SubscriberStats:
         """A copy of the figures."""
 
@@ -67,10 +72,15 @@ def create_publisher(settings: WeightSettings, *, num_bytes: int, run: str) -> P
     return WeightPublisher(settings)
 
 
-def create_subscriber(settings: WeightSettings, resolve: Resolve, *, run_id: str) -> Subscriber:
-    """A generator's end of the channel. run_id: those with the same one share a receiver. Raises ConfigError."""
+def create_subscriber(
+    settings: WeightSettings, resolve: Resolve, *, run_id: str, relay: Relay | None = None
+) -> Subscriber:
+    """A generator's end of the channel. Raises ConfigError.
+
+    run_id: those with the same one share a receiver. relay: passes weights on, where this one receives.
+    """
     if settings.share_on_host and has_shared_memory():
         folder = own_folder(f"weights of run {run_id}")
         remove_abandoned(folder)
-        return SharedSubscriber(settings, resolve=resolve, folder=folder)
-    return create_receiver(settings, resolve)
+        return SharedSubscriber(settings, resolve=resolve, folder=folder, relay=relay)
+    return create_receiver(settings, resolve, relay=relay)

@@ -37,13 +37,15 @@ from pipeline.weights.state import HostTensor, WeightKind, WeightState
 class WeightObject:
     """One version, ready to be sent. payload: the encoded manifest. tiles: read only by contract.
 
+    A tile is None as long as it has not come to who passes the version on.
+
     Every tile is memory of its own: one that a slow receiver still has on the way keeps itself
     alive, not the whole version.
     """
 
     manifest: Manifest
     payload: bytes
-    tiles: tuple[memoryview, ...]
+    tiles: Sequence[memoryview | None]
 
 
 class Encoder:
@@ -91,10 +93,10 @@ class Encoder:
             return None
 
         def patch(index: int, width: int) -> Patch:
-            if before.tile_hash(index) == after.tile_hash(index):
+            old, new = base.tiles[index], item.tiles[index]
+            if before.tile_hash(index) == after.tile_hash(index) or old is None or new is None:
                 return Patch(Method.UNCHANGED, b"")
-            old, new = (np.frombuffer(tiles[index], dtype=np.uint8) for tiles in (base.tiles, item.tiles))
-            return make_patch(old, new, width)
+            return make_patch(np.frombuffer(old, dtype=np.uint8), np.frombuffer(new, dtype=np.uint8), width)
 
         widths = tile_widths(after)
         patches = list(self._threads.map(patch, range(len(widths)), widths))

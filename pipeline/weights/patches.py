@@ -72,21 +72,30 @@ class PatchTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PatchSet:
-    """All that a receiver of the base needs. payload: the encoded table."""
+    """All that a receiver of the base needs. payload: the encoded table.
+
+    A parcel is None as long as it has not come to who passes it on.
+    """
 
     table: PatchTable
     payload: bytes
-    parcels: tuple[bytes, ...]
+    parcels: Sequence[bytes | None]
 
     @property
     def num_bytes(self) -> int:
         """What is sent, the manifest aside."""
-        return len(self.payload) + sum(map(len, self.parcels))
+        return len(self.payload) + int(self.table.lengths.sum(dtype=np.int64))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every parcel is there."""
+        return all(parcel is not None for parcel in self.parcels)
 
     def patches(self) -> list[Patch]:
-        """The patch of each tile."""
+        """The patch of each tile, of a complete set."""
         found = []
         for index, parcel in enumerate(self.parcels):
+            assert parcel is not None
             found += split_parcel(self.table, index, memoryview(parcel))
         return found
 

@@ -24,7 +24,7 @@ from pipeline.weights.manifest import Manifest, TensorEntry
 from pipeline.weights.patches import PatchSet
 from pipeline.weights.protocol import MAX_IN_FLIGHT
 from pipeline.weights.security import load_server_keys
-from pipeline.weights.server import ServerStats, TileServer
+from pipeline.weights.server import ANNOUNCE, LOOK_AGAIN, ServerStats, TileServer
 from pipeline.weights.shelf import Shelf
 from pipeline.weights.state import Endpoints, WeightKind, WeightState
 
@@ -143,9 +143,29 @@ class WeightPublisher:
             self._shelf.put(item, self._patches_to(item))
             self._num_versions += 1
             self._publish_s += time.perf_counter() - started
-            if self._thread is not None:
-                self._notify()
+            self._notify(ANNOUNCE)
         return item.manifest
+
+    def pass_on(self, session: bytes, item: WeightObject, patches: PatchSet | None) -> None:
+        """Offer what another publisher has made, of which pieces are still to come. session: of that publisher."""
+        with self._publishing:
+            if self._server is not None:
+                self._server.session = session
+            self._shelf.put(item, patches)
+            self._num_versions += 1
+            self._notify(ANNOUNCE)
+
+    def note_pieces(self) -> None:
+        """More of what is passed on has come."""
+        if self._server is not None and self._server.has_waiting:
+            with self._publishing:
+                self._notify(LOOK_AGAIN)
+
+    def withdraw(self, weight_version: int) -> None:
+        """What was passed on will never be complete."""
+        with self._publishing:
+            self._shelf.withdraw(weight_version)
+            self._notify(LOOK_AGAIN)
 
     def _patches_to(self, item: WeightObject) -> PatchSet | None:
         """From the version before, where someone may want them and they weigh less."""
@@ -175,8 +195,8 @@ class WeightPublisher:
             if self._context.closed:
                 return
             self._stop.set()
+            self._notify(LOOK_AGAIN)
             if self._thread is not None:
-                self._notify()
                 self._thread.join()
             for socket in self._sockets:
                 socket.close(linger=0)
@@ -191,10 +211,11 @@ class WeightPublisher:
     ) -> None:
         self.close()
 
-    def _notify(self) -> None:
+    def _notify(self, what: bytes) -> None:
         # A full inbox is as good as a notice: the server wakes up for what is in it.
-        with contextlib.suppress(zmq.Again):
-            self._wake.send(b"", zmq.NOBLOCK)
+        if self._thread is not None:
+            with contextlib.suppress(zmq.Again):
+                self._wake.send(what, zmq.NOBLOCK)
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)

@@ -13,6 +13,7 @@ from pipeline.config import WeightSettings
 from pipeline.logs import get_logger
 from pipeline.weights.address_watch import Resolve
 from pipeline.weights.memory import BufferPool, Pool
+from pipeline.weights.relay import Relay
 from pipeline.weights.state import Endpoints, WeightState
 from pipeline.weights.store.subscriber import StoreSubscriber
 from pipeline.weights.subscriber import WeightSubscriber
@@ -35,6 +36,10 @@ class Receiver(Protocol):
         """Patches may start from a version that came another way."""
 
     @property
+    def is_receiving(self) -> bool:
+        """Whether this process receives by itself."""
+
+    @property
     def stats(self) -> SubscriberStats:
         """A copy of the figures."""
 
@@ -43,13 +48,20 @@ class Receiver(Protocol):
 
 
 def create_receiver(
-    settings: WeightSettings, resolve: Resolve, *, make_pool: Callable[[int], Pool] = BufferPool
+    settings: WeightSettings,
+    resolve: Resolve,
+    *,
+    make_pool: Callable[[int], Pool] = BufferPool,
+    relay: Relay | None = None,
 ) -> Receiver:
-    """A receiver for this process alone. make_pool: where versions are received. Raises ConfigError."""
+    """A receiver for this process alone. make_pool: where versions are received. Raises ConfigError.
+
+    relay: passes on what comes over ZeroMQ.
+    """
     suitable = _Suitable(settings, resolve)
     if settings.store:
         return StoreSubscriber(settings, resolve=suitable, make_pool=make_pool)
-    return WeightSubscriber(settings, resolve=suitable, make_pool=make_pool)
+    return WeightSubscriber(settings, resolve=suitable, make_pool=make_pool, relay=relay)
 
 
 class _Suitable:

@@ -26,6 +26,7 @@ from pipeline.weights.manifest import decode_manifest, encode_manifest
 from pipeline.weights.meeting import enter, leave, lock, open_lock
 from pipeline.weights.protocol import NOTHING
 from pipeline.weights.receiver import create_receiver
+from pipeline.weights.relay import Relay
 from pipeline.weights.state import WeightState
 from pipeline.weights.subscriber_stats import Phase, SubscriberStats
 from pipeline.weights.transfer import Content
@@ -44,12 +45,12 @@ log = get_logger()
 class SharedSubscriber:
     """Has the methods of `WeightSubscriber`. folder: the same for all who share, for nobody else."""
 
-    def __init__(self, settings: WeightSettings, *, resolve: Resolve, folder: Path) -> None:
+    def __init__(self, settings: WeightSettings, *, resolve: Resolve, folder: Path, relay: Relay | None = None) -> None:
         self._settings = settings
         self._folder = folder
         self._users = enter(folder)
         self._lock = open_lock(folder / LOCK)
-        self._subscriber = create_receiver(settings, resolve, make_pool=self._make_pool)
+        self._subscriber = create_receiver(settings, resolve, make_pool=self._make_pool, relay=relay)
         self._pool = HostPool(0)
         self._receiving: asyncio.Task[None] | None = None
         self._received: Content | None = None  # the newest, by this process

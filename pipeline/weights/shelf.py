@@ -83,6 +83,16 @@ class Shelf:
                     self._steps.popitem(last=False)
             self._evict()
 
+    def withdraw(self, version: int) -> None:
+        """It will never be complete."""
+        with self._lock:
+            item = self._objects.pop(version, None)
+            if item is not None:
+                self._folded.clear()
+                self._steps = OrderedDict(
+                    (root, step) for root, step in self._steps.items() if step.table.root != item.manifest.root
+                )
+
     def newest(self) -> WeightObject | None:
         """What a joiner gets; None before the first."""
         with self._lock:
@@ -114,6 +124,8 @@ class Shelf:
                 return None
             if len(chain) == 1:
                 return newest, chain[0]
+            if not all(step.is_complete for step in chain):
+                return None
             if root not in self._folded:
                 self._folded[root] = fold(chain, newest.manifest)
             return newest, self._folded[root]

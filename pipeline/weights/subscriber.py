@@ -11,6 +11,7 @@ ever higher versions. It never returns a state of which one byte is unproved, an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 import uuid
@@ -29,11 +30,14 @@ from pipeline.weights.choice import Choice
 from pipeline.weights.link import Answer, Link
 from pipeline.weights.manifest import decode_manifest
 from pipeline.weights.memory import BufferPool, Pool
+from pipeline.weights.orders import Orders
 from pipeline.weights.patches import decode_table
 from pipeline.weights.protocol import NO_ROOT, NOTHING, WANTS_PATCHES, Kind
+from pipeline.weights.relay import Relay
 from pipeline.weights.security import check_public_key
 from pipeline.weights.state import WeightState
 from pipeline.weights.subscriber_stats import Phase, SubscriberStats
+from pipeline.weights.throttle import Throttle
 from pipeline.weights.transfer import Content, PatchTransfer, SnapshotTransfer, Transfer
 
 _SILENT_POLLS = 3  # intervals without an answer after which the publisher may have moved
@@ -51,11 +55,17 @@ class WeightSubscriber:
 
     resolve: where the publisher is now; None while there is none. Asked all the time, so that a new
     publisher is found at once. What it raises passes through `next` where nothing goes on without it:
-    at the start, and when the publisher is silent.
+    at the start, and when the publisher is silent. relay: passes on what comes in, and is closed with
+    the subscriber.
     """
 
     def __init__(
-        self, settings: WeightSettings, *, resolve: Resolve, make_pool: Callable[[int], Pool] = BufferPool
+        self,
+        settings: WeightSettings,
+        *,
+        resolve: Resolve,
+        make_pool: Callable[[int], Pool] = BufferPool,
+        relay: Relay | None = None,
     ) -> None:
         check_public_key(settings.server_public_key)
         self._settings = settings
@@ -67,6 +77,8 @@ class WeightSubscriber:
         self._transfer: Transfer | None = None
         self._held: Content | None = None  # the last that is complete, which patches start from
         self._choice = Choice(settings.encoding)
+        self._throttle = Throttle(settings.max_mbit_per_s * 1e6 / 8)
+        self._relay = relay
         self._make_pool = make_pool
         self._pool = make_pool(0)
         self._patience = 1
@@ -101,12 +113,17 @@ class WeightSubscriber:
             except WeightError as error:
                 if isinstance(self._transfer, PatchTransfer):
                     self._held = None  # whatever is wrong, it is not wrong in a snapshot
-                self._transfer = None
+                self._drop()
                 self._stats.num_refused += 1
                 log.warning("weights_refused", reason=str(error))
                 await asyncio.sleep(self._settings.poll_s)
             else:
                 return self._finished(transfer)
+
+    @property
+    def is_receiving(self) -> bool:
+        """Whether this process receives by itself."""
+        return True
 
     @property
     def stats(self) -> SubscriberStats:
@@ -118,6 +135,8 @@ class WeightSubscriber:
         """Disconnect and free everything, after `next` has returned or was cancelled. Safe to call twice."""
         self._disconnect()
         self._transfer = self._held = None
+        if self._relay is not None:
+            self._relay.close()
         if not self._context.closed:
             self._context.term()
 
@@ -175,7 +194,7 @@ class WeightSubscriber:
         """A complete transfer of a version above `floor`."""
         while True:
             if self._transfer is None or self._transfer.manifest.weight_version <= floor:
-                self._transfer = None  # frees its buffer before the next is made
+                self._drop()  # frees its buffer before the next is made
                 self._transfer = await self._started(link, floor)
             self._stats.phase = Phase.TILES
             started = time.perf_counter()
@@ -184,7 +203,13 @@ class WeightSubscriber:
                     return self._transfer
             finally:
                 self._receive_s += time.perf_counter() - started
-            self._transfer = None
+            self._drop()
+
+    def _drop(self) -> None:
+        """The rest of what is coming in will not come."""
+        if self._relay is not None and self._transfer is not None:
+            self._relay.withdraw(self._transfer)
+        self._transfer = None
 
     async def _started(self, link: Link, floor: int) -> Transfer:
         """Ask until there is a version above `floor`."""
@@ -203,7 +228,10 @@ class WeightSubscriber:
             if answer.header.kind in {Kind.MANIFEST, Kind.PATCHES}:
                 await link.note_announcements()
                 self._stats.num_missed_announcements += has_waited and link.announced <= floor
-                return self._prepared(answer, floor)
+                transfer = self._prepared(answer, floor)
+                if self._relay is not None:
+                    self._relay.begin(transfer, [bytes(payload) for payload in answer.payloads])
+                return transfer
             self._stats.phase = Phase.VERSION
             await link.wait_for_announcement(floor, self._settings.poll_s)
             has_waited = True
@@ -232,39 +260,31 @@ class WeightSubscriber:
         base = self._held
         if base is None or not base.manifest.is_laid_out_like(manifest) or table.base_root != base.manifest.root:
             raise WeightError(f"patches for a version {table.base_version} that was never here")
-        return PatchTransfer(manifest, buffer, table, base)
+        return PatchTransfer(manifest, buffer, table, base, keeps_parcels=self._relay is not None)
 
     async def _fetched(self, link: Link, transfer: Transfer) -> bool:
         """Order pieces until all are there. False: the publisher no longer has them."""
-        version, key = transfer.manifest.weight_version, transfer.key
-        ordered: dict[int, int] = {}  # request -> piece, in the order of the requests
         if isinstance(transfer, PatchTransfer):
             await transfer.place_unchanged()
-        try:
+            self._pass_on()
+        credits, throttle = self._settings.credits, self._throttle
+        with contextlib.closing(
+            Orders(link, transfer, credits=credits, throttle=throttle, stats=self._stats)
+        ) as orders:
             while not transfer.is_complete:
-                while len(ordered) < self._settings.credits and (index := transfer.next_missing()) is not None:
-                    ordered[await link.request(transfer.request, version=version, index=index, root=key)] = index
+                await orders.top_up()
                 answer = await self._answer(link)
-                if answer.header.kind is Kind.ERROR and answer.header.request in ordered:
+                if orders.are_refused_by(answer):
                     return False
-                if answer.header.kind is transfer.answer and answer.header.request in ordered:
-                    await self._take(transfer, ordered, answer)
-        finally:
-            transfer.put_back(ordered.values())
-        await link.request(Kind.DONE, version=version, root=transfer.manifest.root)
+                if orders.are_met_by(answer):
+                    await orders.take(answer)
+                    self._pass_on()
+        await link.request(Kind.DONE, version=transfer.manifest.weight_version, root=transfer.manifest.root)
         return True
 
-    async def _take(self, transfer: Transfer, ordered: dict[int, int], answer: Answer) -> None:
-        """Verify one piece. Answers come in the order of the requests: what was passed over is lost."""
-        number = answer.header.request
-        is_right = await transfer.accept(ordered[number], answer.payload)
-        passed_over = [earlier for earlier in ordered if earlier < number]
-        self._stats.num_lost_tiles += len(passed_over)
-        self._stats.num_corrupt_tiles += not is_right
-        again = [*passed_over] if is_right else [*passed_over, number]
-        transfer.put_back([ordered[request] for request in again])
-        for request in (*passed_over, number):
-            del ordered[request]
+    def _pass_on(self) -> None:
+        if self._relay is not None:
+            self._relay.note_pieces()
 
     def _finished(self, transfer: Transfer) -> Content:
         is_patched = isinstance(transfer, PatchTransfer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -65,6 +66,19 @@ class Transfer(ABC):
         self._num_pieces = num_pieces
         self._is_verified = bytearray(num_pieces)
         self._failures: Counter[int] = Counter()
+
+    @property
+    def buffer(self) -> memoryview:
+        """Where the content comes to lie. Of which only those tiles are proved that `has_tile`."""
+        return self._content.buffer
+
+    @abstractmethod
+    def piece_size(self, index: int) -> int:
+        """Bytes of a piece."""
+
+    @abstractmethod
+    def has_tile(self, index: int) -> bool:
+        """Whether that tile is there, and proved."""
 
     @property
     @abstractmethod
@@ -138,6 +152,14 @@ class SnapshotTransfer(Transfer):
         """The root of the manifest."""
         return self.manifest.root
 
+    def piece_size(self, index: int) -> int:
+        """Of a tile."""
+        return self.manifest.tile_size(index)
+
+    def has_tile(self, index: int) -> bool:
+        """Whether it has come."""
+        return bool(self._is_verified[index])
+
     def _place(self, index: int, data: memoryview) -> bool:
         is_right = len(data) == self.manifest.tile_size(index) and digest(data) == self.manifest.tile_hash(index)
         if is_right:
@@ -148,19 +170,37 @@ class SnapshotTransfer(Transfer):
 class PatchTransfer(Transfer):
     """Comes parcel by parcel. A parcel is proved before it is applied, and every tile of the result after it.
 
-    base: the version and root that `table` starts from; it stays as it is.
+    base: the version and root that `table` starts from; it stays as it is. keeps_parcels: for others.
     """
 
     request = Kind.GET_PARCEL
     answer = Kind.PARCEL
 
-    def __init__(self, manifest: Manifest, buffer: memoryview, table: PatchTable, base: Content) -> None:
+    def __init__(
+        self, manifest: Manifest, buffer: memoryview, table: PatchTable, base: Content, *, keeps_parcels: bool = False
+    ) -> None:
         filled = [parcel for parcel in range(table.num_parcels) if table.parcel_size(parcel)]
         super().__init__(manifest, buffer, filled, table.num_parcels)
         self.table = table
         self._base = base
         self._widths = tile_widths(manifest)
+        self._keeps_parcels = keeps_parcels
+        self._kept: dict[int, bytes] = {}
+        self._is_placed = bytearray(table.num_parcels)
         self._unchanged = sorted(set(range(table.num_parcels)) - set(filled))
+
+    def piece_size(self, index: int) -> int:
+        """Of a parcel."""
+        return self.table.parcel_size(index)
+
+    def has_tile(self, index: int) -> bool:
+        """Whether its parcel has come."""
+        parcel = bisect_right(self.table.bounds, index) - 1
+        return bool(self._is_placed[parcel])
+
+    def parcel(self, index: int) -> bytes | None:
+        """A parcel that has come; only where they are kept."""
+        return self._kept.get(index, b"" if not self.table.parcel_size(index) else None)
 
     @property
     def key(self) -> bytes:
@@ -185,4 +225,7 @@ class PatchTransfer(Transfer):
                     f"tile {tile} of version {self.manifest.weight_version} is wrong after its patch: "
                     f"version {self.table.base_version} was changed in memory"
                 )
+        if self._keeps_parcels:
+            self._kept[index] = bytes(data)
+        self._is_placed[index] = 1
         return True

@@ -135,6 +135,14 @@ class ParcelTransfer(Transfer):
         self.table = table
         self._parcels = [b""] * table.num_parcels
 
+    def piece_size(self, index: int) -> int:
+        """Bytes of a parcel."""
+        return self.table.parcel_size(index)
+
+    def has_tile(self, index: int) -> bool:
+        """None is there before the chain is applied."""
+        return False
+
     @property
     def key(self) -> bytes:
         """The identity of the table."""
@@ -201,5 +209,5 @@ class PatchIntake(Intake):
         self._applied = transfer = PatchTransfer(self.manifest, self._buffer, patches.table, self._base)
         await transfer.place_unchanged()
         while (index := transfer.next_missing()) is not None:
-            await transfer.accept(index, memoryview(patches.parcels[index]))
+            await transfer.accept(index, memoryview(patches.parcels[index] or b""))
         return transfer.content()

@@ -108,6 +108,11 @@ class StoreSubscriber:
                 self._endpoints = None
 
     @property
+    def is_receiving(self) -> bool:
+        """Whether this process receives by itself."""
+        return True
+
+    @property
     def stats(self) -> SubscriberStats:
         """A copy of the figures."""
         return replace(self._stats)

@@ -258,8 +258,8 @@ class Writer:
             return None
 
 
-def _gathered(pieces: Pieces, content: Sequence[bytes | memoryview]) -> Iterator[File]:
+def _gathered(pieces: Pieces, content: Sequence[bytes | memoryview | None]) -> Iterator[File]:
     for file in range(pieces.num_files):
         if pieces.file_size(file):
             chosen = pieces.pieces_of(file)
-            yield pieces.name(file), content[chosen.start : chosen.stop]
+            yield pieces.name(file), [part for part in content[chosen.start : chosen.stop] if part is not None]
