@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pipeline.engines.vllm_pull import WeightPull
 from pipeline.errors import WeightError
 from pipeline.weights import Endpoints, WeightKind, WeightState
 from pipeline.weights.sharing import SharedSubscriber
@@ -230,3 +231,14 @@ async def test_two_generators_of_a_machine_read_a_store_once(tmp_path: Path) -> 
                     assert same(await next_within(subscriber, version - 1 if version else None), drifted(version))
             assert (receiver.stats.num_mapped, other.stats.num_mapped) == (0, 3)
             assert (receiver.stats.num_patched, other.stats.num_received_bytes) == (2, 0)
+
+
+async def test_a_worker_of_a_server_elsewhere_fetches_from_a_store(tmp_path: Path) -> None:
+    pull = WeightPull()
+    settings = settings_for(str(tmp_path))
+    with publishing(settings) as publisher:
+        pull.follow(asdict(endpoints()), settings.model_dump(mode="json", include={"store", "poll_s"}), newer_than=-1)
+        publisher.publish(make_state(3))
+        await until(lambda: pull.status["weight_version"] == 3)
+        assert same(pull.take(3), make_state(3))
+        pull.close()

@@ -149,6 +149,19 @@ async def test_a_full_disk_is_told_and_survived(tmp_path: Path) -> None:
     assert "No space left" in said[0]["reason"]
 
 
+async def test_a_full_disk_costs_the_version_that_was_overtaken_first(tmp_path: Path) -> None:
+    with publishing(settings_for(str(tmp_path), store_grace_s=600.0)) as publisher:
+        for version in (1, 2):
+            publisher.publish(state_of(version))
+            await written(publisher)
+        assert len(files_of(tmp_path, ending=".manifest")) == 2
+        (tmp_path / RUN / "current.writing").symlink_to("/dev/full")
+        publisher.publish(state_of(3))
+        await written(publisher)
+        assert publisher.stats.num_failures == 1
+        assert {int(name[:19]) for name in files_of(tmp_path, ending=".manifest")} == {2, 3}
+
+
 async def test_a_store_that_is_away_is_waited_for_by_both_ends(tmp_path: Path) -> None:
     share, elsewhere = tmp_path / "share", tmp_path / "elsewhere"
     share.mkdir()
