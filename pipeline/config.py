@@ -295,6 +295,13 @@ class EvaluationSettings(Section):
 class WeightSettings(Section):
     """The way back: new weights from the trainer to the generators."""
 
+    store: str = Field(
+        "",
+        description="Through files instead: a shared directory, or s3://bucket/folder (gs://, az://); empty: ZeroMQ.",
+    )
+    store_grace_s: Seconds = Field(
+        600.0, description="In a store, a slow reader has this long to finish a version that was overtaken."
+    )
     host: str = Field(
         "127.0.0.1", description="Address the trainer binds; anything but loopback needs CURVE or insecure."
     )

@@ -8,13 +8,15 @@ nothing that the worker calls here waits for the network.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 from pipeline.config import WeightSettings
 from pipeline.errors import WeightError
-from pipeline.weights import Endpoints, WeightState, WeightSubscriber
+from pipeline.weights import Endpoints, WeightState
+from pipeline.weights.receiver import create_receiver
 
 
 class WeightPull:
@@ -84,7 +86,7 @@ class WeightPull:
 
     async def _receive(self, settings: WeightSettings) -> None:
         try:
-            async with WeightSubscriber(settings, resolve=self._where) as subscriber:
+            with contextlib.closing(create_receiver(settings, self._where)) as subscriber:
                 while True:
                     self._asked.clear()
                     while (state := self._state) is None or state.weight_version <= self._newer_than:

@@ -83,7 +83,6 @@ class WeightSubscriber:
         self._pool = make_pool(0)
         self._patience = 1
         self._receive_s = 0.0  # of the transfer under way
-        self._last_version = NOTHING
         self._stats = SubscriberStats()
 
     async def next(self, newer_than: int | None) -> WeightState:
@@ -288,7 +287,7 @@ class WeightSubscriber:
             self._relay.note_pieces()
 
     def _finished(self, transfer: Transfer) -> Content:
-        version, is_patched = transfer.manifest.weight_version, isinstance(transfer, PatchTransfer)
+        is_patched = isinstance(transfer, PatchTransfer)
         made_s = transfer.table.encode_s if isinstance(transfer, PatchTransfer) else 0.0
         self._choice.note(
             is_patches=is_patched, seconds=self._receive_s + made_s, num_bytes=transfer.manifest.num_bytes
@@ -297,13 +296,11 @@ class WeightSubscriber:
         content = transfer.content()
         self._held = None if self._settings.encoding == "snapshot" else content
         self._patience = 1
-        if self._last_version != NOTHING:
-            self._stats.num_skipped += version - self._last_version - 1
-        self._last_version = version
-        self._stats.num_versions += 1
-        self._stats.num_patched += is_patched
-        self._stats.num_bytes += transfer.manifest.num_bytes
-        self._stats.num_received_bytes += transfer.num_bytes
-        self._stats.receive_s += self._receive_s
-        self._stats.verify_s += transfer.verify_s
+        self._stats.arrived(
+            transfer.manifest,
+            is_patched=is_patched,
+            num_received_bytes=transfer.num_bytes,
+            receive_s=self._receive_s,
+            verify_s=transfer.verify_s,
+        )
         return content

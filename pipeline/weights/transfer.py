@@ -214,7 +214,7 @@ class PatchTransfer(Transfer):
             await asyncio.to_thread(self._timed_place, parcel, memoryview(b""))
 
     def _place(self, index: int, data: memoryview) -> bool:
-        if len(data) != self.table.parcel_size(index) or digest(data) != self.table.parcel_hash(index):
+        if not self.table.is_parcel(index, data):
             return False
         for tile, patch in zip(self.table.tiles_of(index), split_parcel(self.table, index, data), strict=True):
             target = self._content.tile(tile)
