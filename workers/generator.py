@@ -88,10 +88,13 @@ class GenerationWork:
         self._context.set_status(tokens_generated=self._engine.num_tokens_generated)
 
     async def _until_version(self, min_version: int) -> None:
-        """Waits for weights that this prompt allows; hands it back when they do not come."""
+        """Waits for weights that this prompt allows; hands it back when they do not come.
+
+        At once where there are none any more: since it was claimed, an update has broken off.
+        """
         patience = time.monotonic() + self._context.config.queues.lease_s
         while (version := self._engine.weight_version) is None or version < min_version:
-            if self._context.draining.is_set() or time.monotonic() > patience:
+            if version is None or self._context.draining.is_set() or time.monotonic() > patience:
                 raise HandBack(f"needs weights of version {min_version}, serving {version}")
             self.version_changed.clear()
             await self._context.wait_for_any(self.version_changed, timeout_s=_FRESHNESS_WAIT_S)
@@ -182,18 +185,23 @@ async def body(context: WorkerContext) -> None:
     engine = await asyncio.to_thread(create_engine, context.config, resolve=context.fleet.endpoints)
     await engine.start()
     context.waiting_for(None)
-    work = GenerationWork(context, engine)
     try:
-        async with asyncio.TaskGroup() as group:
-            follower = group.create_task(WeightFollower(context, engine, work).run())
-            stopper = group.create_task(work.stop_at_drain())
-            stage = Stage(context, source=Stream.PROMPTS, target=Stream.ROLLOUTS, work=work)
-            await stage.run(may_claim=work.may_claim)
-            follower.cancel()
-            stopper.cancel()
-            work.say_what_is_left()
+        await generate(context, engine)
     finally:
         await engine.close()
+
+
+async def generate(context: WorkerContext, engine: GenerationEngine) -> None:
+    """Follow the weights and complete groups, on an engine that was started, until drained."""
+    work = GenerationWork(context, engine)
+    async with asyncio.TaskGroup() as group:
+        follower = group.create_task(WeightFollower(context, engine, work).run())
+        stopper = group.create_task(work.stop_at_drain())
+        stage = Stage(context, source=Stream.PROMPTS, target=Stream.ROLLOUTS, work=work)
+        await stage.run(may_claim=work.may_claim)
+        follower.cancel()
+        stopper.cancel()
+        work.say_what_is_left()
 
 
 def main(config: Config) -> int:

@@ -274,7 +274,8 @@ class WeightSubscriber:
         self._transfer = None
         self._patience = 1
         if self._last_version != NOTHING:
-            self._stats.num_skipped += version - self._last_version - 1
+            # It may be the same again: whoever lost what was received asks for it anew.
+            self._stats.num_skipped += max(0, version - self._last_version - 1)
         self._last_version = version
         self._stats.num_versions += 1
         self._stats.num_bytes += transfer.manifest.num_bytes
