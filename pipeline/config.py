@@ -169,6 +169,11 @@ class GenerationSettings(Section):
         description="When weights change in mid-sequence vLLM keeps the keys and values of the tokens so far, "
         "or computes them anew.",
     )
+    merge_lora: bool = Field(
+        False,
+        description="With lora.rank, vllm and openai: merge each adapter into the base weights and serve these, "
+        "instead of the adapter. openai needs it.",
+    )
     scripted: ScriptedSettings = Field(default_factory=ScriptedSettings)
     vllm: dict[str, Any] = Field(
         {}, description="Engine arguments of vLLM, passed on unchanged: gpu_memory_utilization, tensor_parallel_size."
@@ -381,6 +386,11 @@ class Config(Section):
     def admission_limit(self) -> int:
         """Groups that may be fed and not yet trained, dropped or dead."""
         return (self.staleness.max_staleness + 1) * self.trainer.groups_per_step
+
+    @property
+    def merges_lora(self) -> bool:
+        """Whether generators serve an adapter as part of the weights below it."""
+        return self.lora.rank > 0 and self.generation.merge_lora
 
     @property
     def run_dir(self) -> Path:

@@ -84,7 +84,7 @@ def engine_arguments(config: Config, *, dtype: str, context: int, is_cpu: bool) 
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(context, generation.max_num_seqs, MIN_BATCHED_TOKENS),
         }
-    if config.lora.rank:
+    if config.lora.rank and not config.merges_lora:
         arguments |= {"enable_lora": True, "max_lora_rank": _lora_rank_size(config.lora.rank)}
         arguments["max_loras"] = min(config.staleness.max_staleness, _MAX_STALE_ADAPTERS) + 2
     return arguments | given

@@ -33,7 +33,7 @@ def export_weights(
     kind: defaults to `weight_kind(model)`. dtype: convert to it; None keeps each tensor's own.
     """
     return {
-        name: _to_host(parameter, dtype) for name, parameter in _travelling(model, kind or weight_kind(model)).items()
+        name: host_copy(parameter, dtype) for name, parameter in _travelling(model, kind or weight_kind(model)).items()
     }
 
 
@@ -88,7 +88,8 @@ def _travelling(model: torch.nn.Module, kind: WeightKind) -> dict[str, torch.nn.
     }
 
 
-def _to_host(parameter: torch.Tensor, dtype: torch.dtype | None) -> HostTensor:
+def host_copy(parameter: torch.Tensor, dtype: torch.dtype | None) -> HostTensor:
+    """A copy in host memory. dtype: convert to it; None keeps the tensor's own."""
     host = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device="cpu")
     host.copy_(parameter.detach())
     return HostTensor(
