@@ -35,6 +35,11 @@ class RunSettings(Section):
 
     name: str = Field("default", description="All workers of a run share it; it prefixes every key in Redis.")
     dir: Path = Field(Path("runs"), description="Run directories are made below this folder.")
+    topology: Literal["disaggregated", "colocated"] = Field(
+        "disaggregated",
+        description="disaggregated: generators and trainer have devices of their own and work at once; colocated: "
+        "they take turns on one.",
+    )
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = Field(
         0, description="Order of prompts, sampling and initial adapters derive from it."
     )
@@ -386,6 +391,11 @@ class Config(Section):
     def admission_limit(self) -> int:
         """Groups that may be fed and not yet trained, dropped or dead."""
         return (self.staleness.max_staleness + 1) * self.trainer.groups_per_step
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether generation and training take turns on one device."""
+        return self.run.topology == "colocated"
 
     @property
     def merges_lora(self) -> bool:

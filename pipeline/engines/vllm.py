@@ -138,6 +138,14 @@ class VllmEngine:
         """
         return await asyncio.shield(self._update(state))
 
+    async def sleep(self) -> None:
+        """Leave the device; requests stay, and what they had read is read again. On a CPU nothing is freed."""
+        await self._llm.sleep(level=1, mode="keep")
+
+    async def wake_up(self) -> None:
+        """Come back with the weights that were there."""
+        await self._llm.wake_up()
+
     async def close(self) -> None:
         """End vLLM's processes; what is still in flight ends with EngineError. Safe to call twice."""
         self._version = None
@@ -250,7 +258,7 @@ class VllmEngine:
     # Starting
 
     def _shut_down(self) -> None:
-        llm, self._llm, self._adapters = self._llm, None, None
+        llm, self._llm, self._adapters, self._draws = self._llm, None, None, None
         llm.shutdown()
 
     def _load(self) -> ServedModel:

@@ -19,6 +19,7 @@ from pipeline.wire import decode
 from pipeline.worker.arrival import Arrival
 from pipeline.worker.context import WorkerContext
 from pipeline.worker.state import WorkerState
+from pipeline.worker.turns import DeviceTurn
 from tests.engines.conftest import group_of
 from workers.generator import generate
 
@@ -71,7 +72,10 @@ async def generating(
             crew = Generators(contexts=contexts, publisher=publisher, streams=streams)
             await crew.publish(first)
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(generate(contexts[name], engine)) for name, engine in engines.items()]
+                tasks = [
+                    group.create_task(generate(contexts[name], engine, DeviceTurn(contexts[name])))
+                    for name, engine in engines.items()
+                ]
                 yield crew
                 for task in tasks:
                     task.cancel()

@@ -91,6 +91,25 @@ async def test_an_update_in_mid_sequence_leaves_every_token_with_its_own_version
     assert engine.num_unfinished_seqs == 0
 
 
+async def test_nothing_is_drawn_while_it_sleeps_and_nothing_is_lost(engine: VllmEngine, history: History) -> None:
+    groups = [group_of([9, 10], ordinal=30 + number, max_tokens=100, group_size=8) for number in range(2)]
+    start, old = engine.num_tokens_generated, history.newest
+    running = [asyncio.create_task(engine.generate(group)) for group in groups]
+    await until(lambda: engine.num_tokens_generated > start + 100)
+    await engine.sleep()
+    running.append(asyncio.create_task(engine.generate(group_of([9, 11], ordinal=32))))
+    assert running[-1] not in (await asyncio.wait(running, timeout=0.3))[0]
+    before = engine.num_tokens_generated
+    assert running[-1] not in (await asyncio.wait(running, timeout=0.3))[0]
+    assert engine.num_tokens_generated == before
+    await engine.wake_up()
+    await engine.apply_weights(history.next())
+    results = [await task for task in running]
+    assert {span.weight_version for result in results for item in result for span in item.spans} == {old, old + 1}
+    for group, result in zip(groups, results, strict=False):
+        assert largest_gap(history.model, group, result) < TOLERANCE
+
+
 async def test_the_same_prompt_under_two_versions_shares_no_prefix(engine: VllmEngine, history: History) -> None:
     """Keys and values of one version under the weights of another would show in the logprobs."""
     prompt = [4 + number % 40 for number in range(64)]
