@@ -314,8 +314,23 @@ class WeightSettings(Section):
     tile_bytes: Annotated[int, Field(ge=4096, le=64 * 1024 * 1024)] = Field(
         1024 * 1024, description="Unit of transfer and verification."
     )
+    encoding: Literal["auto", "delta", "snapshot"] = Field(
+        "auto", description="Only what changed, all of it, or what is faster on this line and these cores."
+    )
     credits: Annotated[int, Field(ge=1, le=256)] = Field(8, description="Tiles a subscriber has on order at once.")
     poll_s: Seconds = Field(2.0, description="A lost announcement delays new weights by at most this.")
+    own_process: Literal["auto", "always", "never"] = Field(
+        "auto", description="Encodes and serves in a process beside the trainer's; auto: versions of 16 MiB and more."
+    )
+    share_on_host: bool = Field(
+        True, description="Generators of a run on one machine: one receives, into memory that the others map."
+    )
+    relay: bool = Field(False, description="This generator passes weights on, so that the trainer sends them once.")
+    relay_host: str = Field(
+        "127.0.0.1", description="Address a relay binds; anything but loopback needs CURVE or insecure."
+    )
+    relay_advertise: str = Field("", description="Address that others connect to, when it differs from relay_host.")
+    relay_fanout: Count = Field(2, description="Relays that fetch from one relay; the first fetches from the trainer.")
     publish_every: Count = Field(1, description="Optimiser steps between published versions.")
     insecure: bool = Field(False, description="Allows binding other than loopback without encryption.")
     server_secret_key_file: str = Field("", description="CURVE secret key of the trainer.")
@@ -409,10 +424,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _weights_are_not_open_to_all(self) -> Config:
-        loopback = self.weights.host in {"127.0.0.1", "::1", "localhost"}
-        if not loopback and not self.weights.insecure and not self.weights.server_secret_key_file:
-            raise ValueError(
-                f"weights.host = {self.weights.host!r} is open to the network: set "
-                "weights.server_secret_key_file (CURVE keys) or weights.insecure = true"
-            )
+        weights = self.weights
+        hosts = {"host": weights.host} | ({"relay_host": weights.relay_host} if weights.relay else {})
+        for name, host in hosts.items():
+            loopback = host in {"127.0.0.1", "::1", "localhost"}
+            if not loopback and not weights.insecure and not weights.server_secret_key_file:
+                raise ValueError(
+                    f"weights.{name} = {host!r} is open to the network: set "
+                    "weights.server_secret_key_file (CURVE keys) or weights.insecure = true"
+                )
         return self

@@ -7,12 +7,10 @@ with its parent even when that is killed with SIGKILL.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import signal
 import socket
-import stat
 import subprocess
 import tempfile
 import time
@@ -20,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from pipeline.errors import ConfigError, ServiceUnavailableError
+from pipeline.places import own_folder
 
 SOCKET_NAME = "server.sock"
 LOG_NAME = "server.log"
@@ -151,12 +150,7 @@ def _socket_path(folder: Path) -> Path:
     path = folder / SOCKET_NAME
     if len(os.fsencode(path)) <= _MAX_SOCKET_PATH:
         return path
-    name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
-    place = Path(tempfile.gettempdir()) / f"rollstream-{os.getuid()}-{name}"
-    place.mkdir(mode=0o700, exist_ok=True)
-    found = place.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077 or not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"{place} belongs to somebody else: remove it, or choose a folder with a shorter path")
+    place = own_folder(str(folder))
     path = place / SOCKET_NAME
     if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
         raise ConfigError(f"{folder} is too long for a unix socket: choose a folder with a shorter path")

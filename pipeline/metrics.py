@@ -130,7 +130,16 @@ class Metrics(MetricTable):
         "version", "Weights that this worker serves or has made.", "Generators trail the trainer.", roles=_CHANNEL
     )
     weight_bytes_total = counter(
-        "bytes", "Weights received, or sent.", "Its rate is the load of the channel.", roles=_CHANNEL
+        "bytes", "Sent over the weight channel, or received.", "Its rate is the load of the line.", roles=_CHANNEL
+    )
+    weight_content_bytes_total = counter(
+        "bytes",
+        "Size of the versions received.",
+        "Many times weight_bytes_total: only what changed is sent.",
+        roles=_GENERATOR,
+    )
+    weight_patched_total = counter(
+        "versions", "Versions of which only what changed was sent.", "The others came whole.", roles=_GENERATOR
     )
     weight_failures_total = counter(
         "versions",
@@ -145,10 +154,14 @@ class Metrics(MetricTable):
         roles=_GENERATOR,
     )
     weight_receive_seconds = histogram(
-        "seconds", "From the manifest to the last tile.", "While serving goes on.", buckets=SECONDS, roles=_GENERATOR
+        "seconds", "From the manifest to the last piece.", "While serving goes on.", buckets=SECONDS, roles=_GENERATOR
     )
     weight_verify_seconds = histogram(
-        "seconds", "Hashing of one version.", "While serving goes on.", buckets=SECONDS, roles=_GENERATOR
+        "seconds",
+        "Hashing, copying and patching of one version.",
+        "While serving goes on.",
+        buckets=SECONDS,
+        roles=_GENERATOR,
     )
     weight_apply_seconds = histogram(
         "seconds",
@@ -162,7 +175,7 @@ class Metrics(MetricTable):
     )
     weight_publish_seconds = histogram(
         "seconds",
-        "Copy and hashing of a version by the trainer.",
+        "Copy and encoding of a version by the trainer.",
         "Delays the next step.",
         buckets=SECONDS,
         roles=_TRAINER,

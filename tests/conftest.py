@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import signal
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -22,6 +23,12 @@ from pipeline.config import RedisSettings
 from pipeline.embedded import EmbeddedServer
 from pipeline.keys import Keys
 from pipeline.streams import connect
+
+
+def pytest_configure() -> None:
+    """A shell starts what runs in the background deaf to SIGINT, and processes of the tests would inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,14 @@ from pipeline.models.loading import (
     resolve_device,
     resolve_dtype,
 )
-from pipeline.models.weights import apply_weights, export_weights, state_checksum, tensors_checksum, weight_kind
+from pipeline.models.weights import (
+    apply_weights,
+    export_weights,
+    num_weight_bytes,
+    state_checksum,
+    tensors_checksum,
+    weight_kind,
+)
 from pipeline.weights import HostTensor, WeightKind, WeightState
 from tests.tiny import make_tiny_model, make_tokenizer
 
@@ -78,12 +85,16 @@ def test_bfloat16_travels_and_float32_is_rounded_where_the_model_is_bfloat16(che
     assert state_checksum(target) == tensors_checksum(rounded)
 
 
-def test_exported_tensors_are_copies(checkpoint: Path) -> None:
+def test_tensors_of_the_host_are_exported_without_a_copy_and_converted_ones_are_copies(checkpoint: Path) -> None:
     model = load(checkpoint)
-    before = tensors_checksum(tensors := export_weights(model))
+    views, copies = export_weights(model), export_weights(model, dtype=torch.bfloat16)
+    before, copied = tensors_checksum(views), tensors_checksum(copies)
+    assert num_weight_bytes(model) == sum(tensor.data.nbytes for tensor in views.values())
+    assert num_weight_bytes(model, dtype=torch.bfloat16) == sum(tensor.data.nbytes for tensor in copies.values())
     with torch.no_grad():
         next(iter(model.parameters())).zero_()
-    assert tensors_checksum(tensors) == before
+    assert tensors_checksum(views) != before
+    assert tensors_checksum(copies) == copied
 
 
 def test_read_only_bytes_are_applied_as_well(checkpoint: Path) -> None:

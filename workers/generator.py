@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import json
 import time
+from dataclasses import asdict
 
 from pipeline.config import Config
 from pipeline.engines import GenerationEngine, Interrupted
@@ -19,7 +21,10 @@ from pipeline.keys import Stream
 from pipeline.messages import PromptGroup, RolloutGroup
 from pipeline.partials import Partials
 from pipeline.streams import Entry, Lease
-from pipeline.weights import WeightSubscriber
+from pipeline.weights import Endpoints
+from pipeline.weights.address_watch import Resolve
+from pipeline.weights.channel import create_subscriber
+from pipeline.weights.relay import Relay, resolve_in_tree
 from pipeline.wire import decode, encode
 from pipeline.worker.lifecycle import WorkerContext, run_worker
 from pipeline.worker.stage import HandBack, Stage
@@ -132,15 +137,40 @@ class WeightFollower:
         self._engine = engine
         self._work = work
         self._alternation = alternation
-        self._subscriber = WeightSubscriber(context.config.weights, resolve=context.fleet.endpoints)
+        settings = context.config.weights
+        self._relay = Relay(settings) if settings.relay else None
+        self._subscriber = create_subscriber(settings, self._source(), run_id=context.run_id, relay=self._relay)
         self._newest_seen: int | None = None
         self._counted = copy.copy(self._subscriber.stats)
 
     async def run(self) -> None:
         """Never returns; cancel it."""
-        with contextlib.closing(self._subscriber):
+        with contextlib.closing(self._subscriber), contextlib.ExitStack() as stack:
+            if self._relay is not None:
+                stack.callback(asyncio.create_task(self._announce(self._relay.start())).cancel)
             while True:
                 await self._follow_one()
+
+    def _source(self) -> Resolve:
+        """Where weights come from: the trainer, or a relay where this generator is one."""
+        context, fleet = self._context, self._context.fleet
+
+        async def relays() -> list[tuple[str, Endpoints]]:
+            there = [worker for worker in await fleet.workers() if worker.is_alive and worker.status.get("relay")]
+            there.sort(key=lambda worker: (worker.started_at, worker.worker_id))
+            return [(worker.worker_id, Endpoints(**json.loads(str(worker.status["relay"])))) for worker in there]
+
+        if not context.config.weights.relay:
+            return fleet.endpoints
+        return resolve_in_tree(
+            fleet.endpoints, relays, own_id=context.worker_id, fanout=context.config.weights.relay_fanout
+        )
+
+    async def _announce(self, relay: Endpoints) -> None:
+        """Say that this generator passes weights on, once it is the one of its machine that receives them."""
+        while not self._subscriber.is_receiving:  # noqa: ASYNC110  another process sets no event
+            await asyncio.sleep(_FRESHNESS_WAIT_S)
+        self._context.set_status(relay=json.dumps(asdict(relay)))
 
     async def _follow_one(self) -> None:
         """The state lives no longer than this call, so that two models are never in memory at once."""
@@ -159,7 +189,6 @@ class WeightFollower:
             return
         metrics.weight_pause_seconds.observe(pause_s)
         metrics.weight_apply_seconds.observe(time.monotonic() - started)
-        metrics.weight_bytes_total.inc(state.num_bytes)
         metrics.weight_version.set(version)
         self._count_transfer()
         context.set_status(weight_version=version)
@@ -179,6 +208,9 @@ class WeightFollower:
         metrics = self._context.metrics
         metrics.weight_receive_seconds.observe(stats.receive_s - before.receive_s)
         metrics.weight_verify_seconds.observe(stats.verify_s - before.verify_s)
+        metrics.weight_bytes_total.inc(stats.num_received_bytes - before.num_received_bytes)
+        metrics.weight_content_bytes_total.inc(stats.num_bytes - before.num_bytes)
+        metrics.weight_patched_total.inc(stats.num_patched - before.num_patched)
         metrics.weight_skipped_total.inc(stats.num_skipped - before.num_skipped)
         self._counted = copy.copy(stats)
 

@@ -18,13 +18,14 @@ from collections.abc import Sequence
 
 from pipeline.collector import Collector, HeldGroup
 from pipeline.config import Config
+from pipeline.errors import WeightError
 from pipeline.evaluation import EvaluationReport, Evaluator
 from pipeline.feeder import Feeder
 from pipeline.learner import Learner, load_learner
 from pipeline.run.data import RunData, load_run_data
 from pipeline.run.progress import Progress
 from pipeline.run.recovery import Recovery, TrainerState
-from pipeline.weights import WeightPublisher
+from pipeline.weights.channel import create_publisher
 from pipeline.worker.lifecycle import WorkerContext, run_worker
 from pipeline.worker.turns import DeviceTurn
 
@@ -44,7 +45,8 @@ class Trainer:
         self._learner = learner
         self._data = data
         self._recovery = recovery
-        self._publisher = WeightPublisher(config.weights)
+        self._publisher = create_publisher(config.weights, num_bytes=learner.num_weight_bytes)
+        self._num_bytes_sent = 0
         self._progress = Progress(context, config)
         self._evaluator = Evaluator(context.streams)
         self._feeder = Feeder(
@@ -79,7 +81,9 @@ class Trainer:
             await self._publish()
             self._context.set_ready(True)
             async with asyncio.TaskGroup() as group:
-                helpers = [group.create_task(self._feed()), group.create_task(self._collector.run())]
+                helpers = [
+                    group.create_task(work) for work in (self._feed(), self._collector.run(), self._watch_publisher())
+                ]
                 ended = await self._train()
                 for helper in helpers:
                     helper.cancel()
@@ -181,7 +185,9 @@ class Trainer:
             await asyncio.to_thread(self._publisher.publish, state)
         self._context.metrics.weight_publish_seconds.observe(time.monotonic() - started)
         self._context.metrics.weight_version.set(version)
-        self._context.metrics.weight_bytes_total.inc(state.num_bytes)
+        sent = self._publisher.stats.server.num_bytes
+        self._context.metrics.weight_bytes_total.inc(sent - self._num_bytes_sent)
+        self._num_bytes_sent = sent
         self._context.set_status(weight_version=version, step=self._state.step)
 
     async def _feed(self) -> None:
@@ -198,6 +204,12 @@ class Trainer:
             await self._feeder.top_up(version=self._state.version, limit=limit)
             self._progress.prompts_skipped(self._data.source.num_skipped, self._data.max_prompt_tokens)
             await self._context.wait_for_any(self._slots_freed, timeout_s=_FEED_WAIT_S)
+
+    async def _watch_publisher(self) -> None:
+        """Nobody would get weights, and perhaps nobody could generate what the next step waits for."""
+        while self._publisher.is_serving:  # noqa: ASYNC110  another process sets no event
+            await asyncio.sleep(self._config.worker.heartbeat_s)
+        raise WeightError("what serves this trainer's weights has ended")
 
     async def _introduce_again(self) -> None:
         """Redis came back without the run: say once more where the weights are."""

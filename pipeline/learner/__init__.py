@@ -30,8 +30,12 @@ class Learner(Protocol):
         Raises MessageError when a token claims weights newer than `trainer_version`.
         """
 
+    @property
+    def num_weight_bytes(self) -> int:
+        """Size of what `export_weights` gives."""
+
     def export_weights(self, weight_version: int) -> WeightState:
-        """A copy of the current weights in host memory, under `weight_version`."""
+        """The current weights in host memory, under `weight_version`. They may change with the next step."""
 
     def state_dict(self) -> dict[str, object]:
         """All that an identical continuation needs: tensors, numbers, strings, lists and dicts."""

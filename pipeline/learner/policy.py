@@ -25,7 +25,7 @@ from pipeline.learner.tally import TokenTally
 from pipeline.messages import ScoredGroup
 from pipeline.models.loading import load_model, load_tokenizer, quiet, resolve_device, resolve_dtype
 from pipeline.models.routing import RoutingReplay
-from pipeline.models.weights import export_weights, weight_kind
+from pipeline.models.weights import export_weights, num_weight_bytes, weight_kind
 from pipeline.policy import CausalModel, Policy
 from pipeline.staleness import assess
 from pipeline.weights import WeightState
@@ -147,8 +147,13 @@ class PolicyLearner:
             self.policy.move(device)
             self._optimizer.move(device)
 
+    @property
+    def num_weight_bytes(self) -> int:
+        """Size of the trained weights (or of the adapter) as they are sent."""
+        return num_weight_bytes(self.policy.model, dtype=self._wire_dtype)
+
     def export_weights(self, weight_version: int) -> WeightState:
-        """A copy of the trained weights (or of the adapter) in host memory."""
+        """The trained weights (or the adapter) in host memory; where they are there already, no copy."""
         kind = weight_kind(self.policy.model)
         tensors = export_weights(self.policy.model, kind=kind, dtype=self._wire_dtype)
         return WeightState(weight_version=weight_version, kind=kind, tensors=tensors)

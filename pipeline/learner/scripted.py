@@ -40,6 +40,11 @@ class ScriptedLearner:
         self._num_steps += 1
         return describe_groups(ordered, assessments)
 
+    @property
+    def num_weight_bytes(self) -> int:
+        """Of one number."""
+        return 8
+
     def export_weights(self, weight_version: int) -> WeightState:
         """One int64 tensor named "version" with the version in it."""
         data = memoryview(np.array([weight_version], dtype="<i8").tobytes())

@@ -16,7 +16,7 @@ import torch
 from pipeline.config import LoraSettings, ModelSettings
 from pipeline.errors import ModelError
 from pipeline.models.loading import load_config, load_model
-from pipeline.models.weights import ADAPTER_MARK, apply_staged, host_copy, stage_weights
+from pipeline.models.weights import ADAPTER_MARK, apply_staged, stage_weights, to_host
 from pipeline.weights import HostTensor, WeightKind, WeightState
 
 _PREFIX, _BASE = "base_model.model.", ".base_layer."
@@ -55,7 +55,7 @@ class LoraMerger:
             module_name, _, kind = plain.rpartition(".")
             adapted = self._adapted.get(module_name) if kind == "weight" else None
             merged = parameter if adapted is None else parameter.float() + _delta(adapted)
-            yield plain, host_copy(merged, self._dtype or parameter.dtype)
+            yield plain, to_host(merged, self._dtype or parameter.dtype)
 
 
 def _delta(adapted: torch.nn.Module) -> torch.Tensor:

@@ -28,13 +28,20 @@ def weight_kind(model: torch.nn.Module) -> WeightKind:
 def export_weights(
     model: torch.nn.Module, *, kind: WeightKind | None = None, dtype: torch.dtype | None = None
 ) -> dict[str, HostTensor]:
-    """One copy of the weights in host memory; tied tensors once, under their first name.
+    """The weights in host memory; tied tensors once, under their first name.
 
+    What already lies there in the right type is not copied: it changes with the model.
     kind: defaults to `weight_kind(model)`. dtype: convert to it; None keeps each tensor's own.
     """
     return {
-        name: host_copy(parameter, dtype) for name, parameter in _travelling(model, kind or weight_kind(model)).items()
+        name: to_host(parameter, dtype) for name, parameter in _travelling(model, kind or weight_kind(model)).items()
     }
+
+
+def num_weight_bytes(model: torch.nn.Module, *, dtype: torch.dtype | None = None) -> int:
+    """Size of what `export_weights` gives, without making it."""
+    sent = _travelling(model, weight_kind(model)).values()
+    return sum(parameter.numel() * (dtype or parameter.dtype).itemsize for parameter in sent)
 
 
 def stage_weights(model: torch.nn.Module, state: WeightState) -> Staged:
@@ -88,10 +95,9 @@ def _travelling(model: torch.nn.Module, kind: WeightKind) -> dict[str, torch.nn.
     }
 
 
-def host_copy(parameter: torch.Tensor, dtype: torch.dtype | None) -> HostTensor:
-    """A copy in host memory. dtype: convert to it; None keeps the tensor's own."""
-    host = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device="cpu")
-    host.copy_(parameter.detach())
+def to_host(parameter: torch.Tensor, dtype: torch.dtype | None) -> HostTensor:
+    """In host memory; where it is there already, no copy. dtype: convert to it; None keeps the tensor's own."""
+    host = parameter.detach().to("cpu", dtype or parameter.dtype).contiguous()
     return HostTensor(
         dtype=str(host.dtype).removeprefix("torch."),
         shape=tuple(host.shape),

@@ -6,7 +6,10 @@ only copy that publishing makes; on the other side, tensors as views into one re
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -14,15 +17,27 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.errors import WeightError
-from pipeline.weights.manifest import Manifest, check_names, digest, encode_manifest, lay_out
+from pipeline.weights.delta import Method, Patch, make_patch
+from pipeline.weights.manifest import (
+    Manifest,
+    TensorEntry,
+    check_names,
+    digest,
+    encode_manifest,
+    lay_out,
+    tile_widths,
+)
 from pipeline.weights.memory import BufferPool
+from pipeline.weights.patches import PatchSet, gather
 from pipeline.weights.protocol import MAX_VERSION
-from pipeline.weights.state import HostTensor, WeightState
+from pipeline.weights.state import HostTensor, WeightKind, WeightState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WeightObject:
     """One version, ready to be sent. payload: the encoded manifest. tiles: read only by contract.
+
+    A tile is None as long as it has not come to who passes the version on.
 
     Every tile is memory of its own: one that a slow receiver still has on the way keeps itself
     alive, not the whole version.
@@ -30,47 +45,71 @@ class WeightObject:
 
     manifest: Manifest
     payload: bytes
-    tiles: tuple[memoryview, ...]
+    tiles: Sequence[memoryview | None]
 
 
 class Encoder:
-    """Makes weight objects, in memory that retired objects gave back."""
+    """Makes weight objects, in memory that retired objects gave back.
 
-    def __init__(self, *, session: bytes, tile_bytes: int) -> None:
+    num_threads: that hash and compare; 0 for all processors that this process may use, up to four.
+    """
+
+    def __init__(self, *, session: bytes, tile_bytes: int, num_threads: int = 0) -> None:
         self._session = session
         self._tile_bytes = tile_bytes
         self._pool = BufferPool(0, max_free=0)
+        self._threads = ThreadPoolExecutor(num_threads or min(4, len(os.sched_getaffinity(0))), "weight-encoder")
 
     def encode(self, state: WeightState) -> WeightObject:
         """Copy `state` once and hash it. Raises WeightError where it contradicts itself."""
-        if not 0 <= state.weight_version <= MAX_VERSION:
-            raise WeightError(f"weight version {state.weight_version} is negative or too large")
-        check_names(state.tensors)
-        table, num_bytes = lay_out((name, item.dtype, item.shape) for name, item in state.tensors.items())
-        for entry in table:
-            data = state.tensors[entry.name].data
-            if data.nbytes != entry.num_bytes or not data.c_contiguous:
-                raise WeightError(
-                    f"tensor {entry.name!r}: {data.nbytes} bytes, contiguous: {data.c_contiguous}, "
-                    f"for {entry.dtype} {entry.shape}"
-                )
+        table, num_bytes = content_table(state)
         tiles = self._borrow(num_bytes)
-        position = 0
-        for entry in table:
-            _fill(tiles, position, np.zeros(entry.offset - position, dtype=np.uint8), self._tile_bytes)
-            _fill(tiles, entry.offset, _flat(state.tensors[entry.name].data), self._tile_bytes)
-            position = entry.offset + entry.num_bytes
+        write_content(state, table, tiles)
+        return self.seal(state.weight_version, state.kind, table, tiles)
+
+    def seal(
+        self, weight_version: int, kind: WeightKind, table: tuple[TensorEntry, ...], tiles: tuple[memoryview, ...]
+    ) -> WeightObject:
+        """The object whose content lies in `tiles`, as `content_table` and `write_content` have laid it."""
+        if not 0 <= weight_version <= MAX_VERSION:
+            raise WeightError(f"weight version {weight_version} is negative or too large")
         manifest = Manifest(
             session=self._session,
-            weight_version=state.weight_version,
-            kind=state.kind,
-            num_bytes=num_bytes,
+            weight_version=weight_version,
+            kind=kind,
+            num_bytes=sum(map(len, tiles)),
             tile_bytes=self._tile_bytes,
             tensors=table,
-            tile_hashes=b"".join(digest(tile) for tile in tiles),
+            tile_hashes=b"".join(self._threads.map(digest, tiles)),
         )
         root, payload = encode_manifest(manifest)
         return WeightObject(manifest=replace(manifest, root=root), payload=payload, tiles=tiles)
+
+    def compare(self, base: WeightObject, item: WeightObject) -> PatchSet | None:
+        """What turns `base` into `item`; None where they are not laid out alike."""
+        started = time.perf_counter()
+        before, after = base.manifest, item.manifest
+        if not before.is_laid_out_like(after):
+            return None
+
+        def patch(index: int, width: int) -> Patch:
+            old, new = base.tiles[index], item.tiles[index]
+            if before.tile_hash(index) == after.tile_hash(index) or old is None or new is None:
+                return Patch(Method.UNCHANGED, b"")
+            return make_patch(np.frombuffer(old, dtype=np.uint8), np.frombuffer(new, dtype=np.uint8), width)
+
+        widths = tile_widths(after)
+        patches = list(self._threads.map(patch, range(len(widths)), widths))
+        return gather(
+            patches,
+            base=(before.weight_version, before.root),
+            manifest=after,
+            encode_s=time.perf_counter() - started,
+        )
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown()
 
     def _borrow(self, num_bytes: int) -> tuple[memoryview, ...]:
         starts = range(0, num_bytes, self._tile_bytes)
@@ -78,6 +117,30 @@ class Encoder:
         if (self._pool.buffer_bytes, self._pool.max_free) != (size, len(starts)):
             self._pool = BufferPool(size, max_free=len(starts))
         return tuple(self._pool.borrow()[: num_bytes - start] for start in starts)
+
+
+def content_table(state: WeightState) -> tuple[tuple[TensorEntry, ...], int]:
+    """Where the tensors of a state go, and the size of the object. Raises WeightError."""
+    check_names(state.tensors)
+    table, num_bytes = lay_out((name, item.dtype, item.shape) for name, item in state.tensors.items())
+    for entry in table:
+        data = state.tensors[entry.name].data
+        if data.nbytes != entry.num_bytes or not data.c_contiguous:
+            raise WeightError(
+                f"tensor {entry.name!r}: {data.nbytes} bytes, contiguous: {data.c_contiguous}, "
+                f"for {entry.dtype} {entry.shape}"
+            )
+    return table, num_bytes
+
+
+def write_content(state: WeightState, table: tuple[TensorEntry, ...], tiles: Sequence[memoryview]) -> None:
+    """Lay the tensors over the tiles; what lies between them becomes zero."""
+    tile_bytes = len(tiles[0]) if tiles else 0
+    position = 0
+    for entry in table:
+        _fill(tiles, position, np.zeros(entry.offset - position, dtype=np.uint8), tile_bytes)
+        _fill(tiles, entry.offset, _flat(state.tensors[entry.name].data), tile_bytes)
+        position = entry.offset + entry.num_bytes
 
 
 def _flat(data: memoryview) -> npt.NDArray[np.uint8]:
@@ -89,11 +152,11 @@ def _flat(data: memoryview) -> npt.NDArray[np.uint8]:
 
 def _fill(tiles: Sequence[memoryview], offset: int, source: npt.NDArray[np.uint8], tile_bytes: int) -> None:
     """Lay `source` over the tiles from `offset` on. numpy copies without the GIL."""
+    if not len(source):
+        return
     end = offset + len(source)
     cuts = [offset, *range((offset // tile_bytes + 1) * tile_bytes, end, tile_bytes), end]
-    for start, stop in pairwise(cuts):
-        if start == stop:
-            continue
+    for start, stop in pairwise(sorted(set(cuts))):
         index, within = divmod(start, tile_bytes)
         target = np.frombuffer(tiles[index], dtype=np.uint8)
         np.copyto(target[within : within + stop - start], source[start - offset : stop - offset])

@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from pipeline.config import WeightSettings
 from pipeline.errors import WeightError
-from pipeline.weights.protocol import MAGIC, MAX_MANIFEST_BYTES, NO_ROOT, NOTHING, Header, Kind
+from pipeline.weights.protocol import MAGIC, MAX_MANIFEST_BYTES, NO_ROOT, NOTHING, NUM_PAYLOADS, Header, Kind
 from pipeline.weights.security import use_public_key
 from pipeline.weights.state import Endpoints
 
@@ -26,10 +26,15 @@ _MAX_RECONNECT_MS = 2_000
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Answer:
-    """What the publisher sent. payload: a view of ZeroMQ's own memory; empty without one."""
+    """What the publisher sent. payloads: views of ZeroMQ's own memory, as many as the kind has."""
 
     header: Header
-    payload: memoryview
+    payloads: tuple[memoryview, ...]
+
+    @property
+    def payload(self) -> memoryview:
+        """The first; empty without one."""
+        return self.payloads[0] if self.payloads else memoryview(b"")
 
 
 class Link:
@@ -82,8 +87,8 @@ class Link:
                 while True:
                     first, *rest = await self._dealer.recv_multipart(copy=False)
                     header = self._accepted(first.bytes)
-                    if header is not None and len(rest) <= 1:
-                        return Answer(header=header, payload=rest[0].buffer if rest else memoryview(b""))
+                    if header is not None and len(rest) == NUM_PAYLOADS.get(header.kind, 0):
+                        return Answer(header=header, payloads=tuple(frame.buffer for frame in rest))
                     self.num_ignored += 1
                     await asyncio.sleep(0)  # a flood of nonsense must not hold up the event loop
         except TimeoutError:

@@ -19,14 +19,14 @@ from pipeline.errors import WeightError
 from pipeline.weights.protocol import MAX_MANIFEST_BYTES, MAX_VERSION
 from pipeline.weights.state import WeightKind
 
-SCHEMA = 1
+SCHEMA = 2
 HASH_BYTES = 16
 ALIGNMENT = 64  # bytes; a tensor's data can be read in place by any framework
 MAX_TILE_BYTES = 64 * 1024 * 1024
 _MAX_NAME = 1000
 _MAX_DIMENSIONS = 64
 _FIELDS = {
-    "schema", "session", "weight_version", "base", "kind", "num_bytes", "tile_bytes", "tensors", "tile_hashes",
+    "schema", "session", "weight_version", "kind", "num_bytes", "tile_bytes", "tensors", "tile_hashes",
 }  # fmt: skip
 
 DTYPE_BYTES = {
@@ -71,13 +71,34 @@ class Manifest:
         """Tiles of the object; 0 where all tensors are empty."""
         return math.ceil(self.num_bytes / self.tile_bytes)
 
+    def is_laid_out_like(self, other: Manifest) -> bool:
+        """Whether the same tensors lie at the same places, in the same tiles."""
+        return (self.kind, self.tile_bytes, self.tensors) == (other.kind, other.tile_bytes, other.tensors)
+
     def tile_size(self, index: int) -> int:
         """Bytes of tile `index`."""
         return min(self.tile_bytes, self.num_bytes - index * self.tile_bytes)
 
+    def tile_slice(self, index: int) -> slice:
+        """Where tile `index` lies in the object."""
+        return slice(index * self.tile_bytes, min(self.num_bytes, (index + 1) * self.tile_bytes))
+
     def tile_hash(self, index: int) -> bytes:
         """Hash that tile `index` must have."""
         return self.tile_hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
+
+
+def tile_widths(manifest: Manifest) -> list[int]:
+    """Bytes of a number in each tile, 1, 2, 4 or 8: the narrowest that lies there, where dtypes share a tile."""
+    widths = [8] * manifest.num_tiles
+    for entry in manifest.tensors:
+        if entry.num_bytes:
+            width = DTYPE_BYTES[entry.dtype] // (2 if entry.dtype.startswith("complex") else 1)
+            first = entry.offset // manifest.tile_bytes
+            stop = -(-(entry.offset + entry.num_bytes) // manifest.tile_bytes)
+            widths[first:stop] = [min(width, there) for there in widths[first:stop]]
+    # A tile that is no whole number of numbers is one of bytes.
+    return [math.gcd(width, manifest.tile_size(index), manifest.tile_bytes) for index, width in enumerate(widths)]
 
 
 def digest(data: bytes | memoryview) -> bytes:
@@ -114,7 +135,6 @@ def encode_manifest(manifest: Manifest) -> tuple[bytes, bytes]:
             "schema": SCHEMA,
             "session": manifest.session,
             "weight_version": manifest.weight_version,
-            "base": None,
             "kind": manifest.kind.value,
             "num_bytes": manifest.num_bytes,
             "tile_bytes": manifest.tile_bytes,
@@ -152,8 +172,6 @@ def _map(fields: object) -> dict[str, Any]:
         raise WeightError("the manifest does not have the fields it must have")
     if fields["schema"] != SCHEMA:
         raise WeightError(f"manifest schema {fields['schema']!r}, this subscriber reads {SCHEMA}")
-    if fields["base"] is not None:
-        raise WeightError("the manifest names a base version, which this subscriber cannot apply")
     return fields
 
 

@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 
+class Pool(Protocol):
+    """Lends buffers of one size."""
+
+    buffer_bytes: int
+
+    def borrow(self) -> memoryview:
+        """A buffer with arbitrary content. Views and slices of the memoryview keep it lent."""
+
+
 class BufferPool:
     """Lends buffers of `buffer_bytes`; at most `max_free` wait for their next use."""
 
-    def __init__(self, buffer_bytes: int, *, max_free: int) -> None:
+    def __init__(self, buffer_bytes: int, *, max_free: int = 1) -> None:
         self.buffer_bytes = buffer_bytes
         self.max_free = max_free
         # A deque, not a lock: buffers come back from whichever thread drops the last view, even

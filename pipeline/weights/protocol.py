@@ -10,13 +10,14 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 
-MAGIC = b"RSW1"
+MAGIC = b"RSW2"
 NOTHING = -1  # as a version: before the first one
 MAX_IN_FLIGHT = 256  # requests of one subscriber that are not answered yet
 MAX_MANIFEST_BYTES = 128 * 1024 * 1024
 MAX_VERSION = 2**63 - 1
 NO_ROOT = bytes(16)
 NO_SESSION = bytes(16)
+WANTS_PATCHES = 1  # as the index of GET_MANIFEST
 
 _LAYOUT = struct.Struct("<4sBBHQqII16s16s")
 HEADER_BYTES = _LAYOUT.size
@@ -28,11 +29,17 @@ class Kind(IntEnum):
     GET_MANIFEST = 1
     GET_TILE = 2
     DONE = 3
+    GET_PARCEL = 4
     ANNOUNCE = 16
     CURRENT = 17
     MANIFEST = 18
     TILE = 19
     ERROR = 20
+    PATCHES = 21
+    PARCEL = 22
+
+
+NUM_PAYLOADS = {Kind.MANIFEST: 1, Kind.TILE: 1, Kind.PATCHES: 2, Kind.PARCEL: 1}  # frames after the header
 
 
 class ErrorCode(IntEnum):
@@ -48,7 +55,8 @@ class Header:
     """First frame of a message.
 
     kind: what it is. request: chosen by the subscriber, repeated in the answer. version: weight
-    version, or NOTHING. index: tile. root: hash of the manifest meant. session: of the publisher.
+    version, or NOTHING. index: tile or parcel. root: hash of the manifest, or of the patch table, that is
+    meant. session: of the publisher.
     """
 
     kind: Kind

@@ -10,6 +10,7 @@ import contextlib
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import cast
@@ -18,13 +19,14 @@ import zmq
 
 from pipeline.config import WeightSettings
 from pipeline.errors import ConfigError, WeightError
-from pipeline.weights.codec import Encoder
-from pipeline.weights.manifest import Manifest
+from pipeline.weights.codec import Encoder, WeightObject
+from pipeline.weights.manifest import Manifest, TensorEntry
+from pipeline.weights.patches import PatchSet
 from pipeline.weights.protocol import MAX_IN_FLIGHT
 from pipeline.weights.security import load_server_keys
-from pipeline.weights.server import ServerStats, TileServer
+from pipeline.weights.server import ANNOUNCE, LOOK_AGAIN, ServerStats, TileServer
 from pipeline.weights.shelf import Shelf
-from pipeline.weights.state import Endpoints, WeightState
+from pipeline.weights.state import Endpoints, WeightKind, WeightState
 
 _MAX_REQUEST_BYTES = 4096  # a frame of a peer; handshakes are the largest
 _HEARTBEAT_MS = 5_000
@@ -117,18 +119,62 @@ class WeightPublisher:
         The caller may change its tensors as soon as this returns. Raises WeightError: a version
         that is not higher than the last, or tensors that contradict their dtype and shape.
         """
+        return self._offer(state.weight_version, lambda: self._encoder.encode(state))
+
+    def publish_content(
+        self, weight_version: int, kind: WeightKind, table: tuple[TensorEntry, ...], content: memoryview
+    ) -> Manifest:
+        """The same without a copy: `content` is laid out as `table` says, and stays as it is while it is held."""
+        tiles = tuple(
+            content[start : start + self._settings.tile_bytes]
+            for start in range(0, len(content), self._settings.tile_bytes)
+        )
+        return self._offer(weight_version, lambda: self._encoder.seal(weight_version, kind, table, tiles))
+
+    def _offer(self, weight_version: int, make: Callable[[], WeightObject]) -> Manifest:
         with self._publishing:
             if self._thread is not None and not self._thread.is_alive():
                 raise WeightError("the thread that serves weights has ended; nobody would receive this version")
             started = time.perf_counter()
-            self._shelf.check(state.weight_version)
-            item = self._encoder.encode(state)
-            self._shelf.put(item)
+            self._shelf.check(weight_version)
+            item = make()
+            self._shelf.put(item, self._patches_to(item))
             self._num_versions += 1
             self._publish_s += time.perf_counter() - started
-            if self._thread is not None:
-                self._notify()
+            self._notify(ANNOUNCE)
         return item.manifest
+
+    def pass_on(self, session: bytes, item: WeightObject, patches: PatchSet | None) -> None:
+        """Offer what another publisher has made, of which pieces are still to come. session: of that publisher."""
+        with self._publishing:
+            if self._server is not None:
+                self._server.session = session
+            self._shelf.put(item, patches)
+            self._num_versions += 1
+            self._notify(ANNOUNCE)
+
+    def note_pieces(self) -> None:
+        """More of what is passed on has come."""
+        if self._server is not None and self._server.has_waiting:
+            with self._publishing:
+                self._notify(LOOK_AGAIN)
+
+    def withdraw(self, weight_version: int) -> None:
+        """What was passed on will never be complete."""
+        with self._publishing:
+            self._shelf.withdraw(weight_version)
+            self._notify(LOOK_AGAIN)
+
+    def _patches_to(self, item: WeightObject) -> PatchSet | None:
+        """From the version before, where someone may want them and they weigh less."""
+        base = self._shelf.newest()
+        is_wanted = self._settings.encoding != "snapshot" and self._shelf.are_patches_wanted
+        return self._encoder.compare(base, item) if base is not None and is_wanted else None
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the thread that serves is there."""
+        return self._thread is not None and self._thread.is_alive()
 
     @property
     def stats(self) -> PublisherStats:
@@ -147,12 +193,13 @@ class WeightPublisher:
             if self._context.closed:
                 return
             self._stop.set()
+            self._notify(LOOK_AGAIN)
             if self._thread is not None:
-                self._notify()
                 self._thread.join()
             for socket in self._sockets:
                 socket.close(linger=0)
             self._context.term()
+            self._encoder.close()
 
     def __enter__(self) -> WeightPublisher:
         return self
@@ -162,10 +209,11 @@ class WeightPublisher:
     ) -> None:
         self.close()
 
-    def _notify(self) -> None:
+    def _notify(self, what: bytes) -> None:
         # A full inbox is as good as a notice: the server wakes up for what is in it.
-        with contextlib.suppress(zmq.Again):
-            self._wake.send(b"", zmq.NOBLOCK)
+        if self._thread is not None:
+            with contextlib.suppress(zmq.Again):
+                self._wake.send(what, zmq.NOBLOCK)
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)

@@ -1,6 +1,6 @@
 """The serving side: answers requests, announces versions, never waits for a receiver.
 
-In: a shelf of weight objects and a wake-up whenever one was added. Out: announcements on PUB, and
+In: a shelf of weight objects and a wake-up whenever one was added, or a piece of one. Out: announcements on PUB, and
 manifests and tiles on ROUTER. Runs in one thread, which alone touches its sockets. Whatever a
 peer sends is answered, or counted and ignored.
 """
@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import zmq
 
-from pipeline.weights.protocol import NOTHING, ErrorCode, Header, Kind
+from pipeline.weights.protocol import NOTHING, WANTS_PATCHES, ErrorCode, Header, Kind
 from pipeline.weights.shelf import Shelf
 
+ANNOUNCE, LOOK_AGAIN = b"a", b""  # into the inbox: a new version, or new pieces of one
 _TURN = 64  # requests served before announcements get a look in
 
 
@@ -24,13 +27,15 @@ _TURN = 64  # requests served before announcements get a look in
 class ServerStats:
     """What was sent, and what was not.
 
-    num_tiles, num_manifests, num_announcements, num_bytes: sent. num_gone: asked for, no longer
-    held. num_malformed: messages that are none. num_undelivered: answers whose receiver has gone
-    or does not read.
+    num_tiles, num_manifests, num_parcels, num_patch_tables, num_announcements, num_bytes: sent.
+    num_gone: asked for, no longer held. num_malformed: messages that are none. num_undelivered:
+    answers whose receiver has gone or does not read.
     """
 
     num_tiles: int = 0
     num_manifests: int = 0
+    num_parcels: int = 0
+    num_patch_tables: int = 0
     num_announcements: int = 0
     num_bytes: int = 0
     num_gone: int = 0
@@ -38,10 +43,14 @@ class ServerStats:
     num_undelivered: int = 0
 
 
+_Piece = TypeVar("_Piece", bytes, memoryview)
+
+
 class TileServer:
     """Loop over the three sockets.
 
-    inbox: PULL, from the publishing thread. interval_s: announcements are repeated this often.
+    inbox: PULL, from the publishing thread. session: may be set anew. interval_s: announcements are
+    repeated this often.
     """
 
     def __init__(
@@ -58,8 +67,9 @@ class TileServer:
         self._shelf = shelf
         self._router = router
         self._announcer = announcer
+        self._waiting: list[tuple[bytes, Header]] = []
         self._inbox = inbox
-        self._session = session
+        self.session = session
         self._interval_s = interval_s
 
     def run(self, stop: threading.Event) -> None:
@@ -72,8 +82,9 @@ class TileServer:
             wait_s = max(0.0, next_announcement - time.monotonic())
             ready = dict(poller.poll(math.ceil(wait_s * 1000)))
             if self._inbox in ready:
-                self._inbox.recv()
-                next_announcement = time.monotonic()
+                if self._inbox.recv() == ANNOUNCE:
+                    next_announcement = time.monotonic()
+                self._serve_waiting()
             if time.monotonic() >= next_announcement:
                 self._announce()
                 next_announcement = time.monotonic() + self._interval_s
@@ -86,7 +97,7 @@ class TileServer:
         if newest is None:
             return
         version, root = newest.manifest.weight_version, newest.manifest.root
-        self._announcer.send(Header(kind=Kind.ANNOUNCE, version=version, root=root, session=self._session).pack())
+        self._announcer.send(Header(kind=Kind.ANNOUNCE, version=version, root=root, session=self.session).pack())
         self.stats.num_announcements += 1
 
     def _serve_turn(self) -> None:
@@ -107,12 +118,21 @@ class TileServer:
                 self._serve_manifest(peer, request)
             case Kind.GET_TILE:
                 self._serve_tile(peer, request)
+            case Kind.GET_PARCEL:
+                self._serve_parcel(peer, request)
             case Kind.DONE:
                 self._shelf.end_transfer(peer)
             case _:
                 self.stats.num_malformed += 1
 
     def _serve_manifest(self, peer: bytes, request: Header) -> None:
+        patching = self._shelf.start_patching(request.version, request.root) if request.index == WANTS_PATCHES else None
+        if patching is not None:
+            newer, patches = patching
+            version, root = newer.manifest.weight_version, newer.manifest.root
+            answer = replace(request, kind=Kind.PATCHES, version=version, root=root)
+            self.stats.num_patch_tables += self._send(peer, answer, newer.payload, patches.payload)
+            return
         item = self._shelf.start_transfer(peer, request.version)
         if item is not None:
             version, root = item.manifest.weight_version, item.manifest.root
@@ -133,11 +153,49 @@ class TileServer:
             self.stats.num_malformed += 1
             self._send(peer, replace(request, kind=Kind.ERROR, code=ErrorCode.NO_SUCH_TILE))
             return
-        self.stats.num_tiles += self._send(peer, replace(request, kind=Kind.TILE), item.tiles[request.index])
+        tile = self._awaited(item.tiles, peer, request)
+        if tile is None:
+            return
+        self.stats.num_tiles += self._send(peer, replace(request, kind=Kind.TILE), tile)
+
+    def _serve_parcel(self, peer: bytes, request: Header) -> None:
+        patches = self._shelf.find_patches(request.root)
+        if patches is None:
+            self.stats.num_gone += 1
+            self._send(peer, replace(request, kind=Kind.ERROR, code=ErrorCode.GONE))
+            return
+        if request.index >= len(patches.parcels):
+            self.stats.num_malformed += 1
+            self._send(peer, replace(request, kind=Kind.ERROR, code=ErrorCode.NO_SUCH_TILE))
+            return
+        parcel = self._awaited(patches.parcels, peer, request)
+        if parcel is None:
+            return
+        self.stats.num_parcels += self._send(peer, replace(request, kind=Kind.PARCEL), parcel)
+
+    def _awaited(self, pieces: Sequence[_Piece | None], peer: bytes, request: Header) -> _Piece | None:
+        """The piece that is asked for; None where the request has to wait for it."""
+        # Who brings pieces looks for waiting requests after each: this one must be seen before the last look.
+        self._waiting.append((peer, request))
+        piece = pieces[request.index]
+        if piece is not None:
+            self._waiting.pop()
+        return piece
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether somebody waits for a piece that has not come yet."""
+        return bool(self._waiting)
+
+    def _serve_waiting(self) -> None:
+        """Answer what has come in the meantime, or is gone; the rest waits on."""
+        waiting, self._waiting = self._waiting, []
+        for peer, request in waiting:
+            self._serve(peer, request)
 
     def _send(self, peer: bytes, answer: Header, *payload: bytes | memoryview) -> bool:
         """Whether it is on its way. False: the receiver is gone or its queue is full; it will ask again."""
-        header = replace(answer, session=self._session).pack()
+        header = replace(answer, session=self.session).pack()
         try:
             self._router.send_multipart([peer, header, *payload], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:

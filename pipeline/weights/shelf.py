@@ -1,7 +1,8 @@
 """Which versions can still be fetched.
 
-In: new weight objects, and what receivers ask for. Out: the newest object, and the few older ones
-whose transfer is under way. Memory is bounded by `keep` objects whatever the receivers do.
+In: new weight objects, and what receivers ask for. Out: the newest object, the few older ones whose
+transfer is under way, and what turns earlier versions into the newest. Memory is bounded by `keep`
+objects, and by as much again as patches, whatever the receivers do.
 
 The receiver that has waited longest for a whole object is the one that is protected: however fast
 versions follow each other it finishes, and then queues behind all others. So nobody starves.
@@ -9,6 +10,7 @@ versions follow each other it finishes, and then queues behind all others. So no
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -17,9 +19,12 @@ from dataclasses import dataclass
 
 from pipeline.errors import WeightError
 from pipeline.weights.codec import WeightObject
+from pipeline.weights.patches import PatchSet, fold
 from pipeline.weights.protocol import NOTHING
 
 _MAX_PINS = 4096
+_WANTED_S = 120.0
+_WORTHWHILE = 0.5  # of a snapshot: patches that weigh more are not kept
 
 
 @dataclass(slots=True)
@@ -48,6 +53,14 @@ class Shelf:
         self._objects: dict[int, WeightObject] = {}  # ascending versions
         self._pins: OrderedDict[bytes, _Pin] = OrderedDict()  # by receiver, the one last seen at the end
         self._turns = 0
+        self._steps: OrderedDict[bytes, PatchSet] = OrderedDict()  # by root of the base, each to the next version
+        self._folded: dict[bytes, PatchSet] = {}  # by root of the base, over several versions to the newest
+        self._wanted_at = -math.inf
+
+    @property
+    def are_patches_wanted(self) -> bool:
+        """Whether someone has asked for them lately."""
+        return self._clock() - self._wanted_at < _WANTED_S
 
     def check(self, version: int) -> None:
         """Raises WeightError unless `version` is higher than all before: no version is made twice."""
@@ -55,12 +68,30 @@ class Shelf:
         if version <= newest:
             raise WeightError(f"weight version {version} is not newer than {newest}, which is published")
 
-    def put(self, item: WeightObject) -> None:
-        """Make `item` the newest. Raises as `check` does."""
+    def put(self, item: WeightObject, patches: PatchSet | None = None) -> None:
+        """Make `item` the newest. patches: from the one before. Raises as `check` does."""
         with self._lock:
             self.check(item.manifest.weight_version)
             self._objects[item.manifest.weight_version] = item
+            self._folded.clear()
+            if patches is None:
+                self._steps.clear()  # nothing leads over the gap
+            else:
+                self._steps[patches.table.base_root] = patches
+                limit = item.manifest.num_bytes * _WORTHWHILE
+                while self._steps and sum(step.num_bytes for step in self._steps.values()) > limit:
+                    self._steps.popitem(last=False)
             self._evict()
+
+    def withdraw(self, version: int) -> None:
+        """It will never be complete."""
+        with self._lock:
+            item = self._objects.pop(version, None)
+            if item is not None:
+                self._folded.clear()
+                self._steps = OrderedDict(
+                    (root, step) for root, step in self._steps.items() if step.table.root != item.manifest.root
+                )
 
     def newest(self) -> WeightObject | None:
         """What a joiner gets; None before the first."""
@@ -75,6 +106,37 @@ class Shelf:
                 return None
             self._pin(receiver, version)
             return self._objects[version]
+
+    def start_patching(self, base: int, root: bytes) -> tuple[WeightObject, PatchSet] | None:
+        """The newest object and what turns that base into it; None where a snapshot is the better way."""
+        with self._lock:
+            self._wanted_at = self._clock()
+            newest = self._objects.get(self._newest_version())
+            if newest is None or newest.manifest.weight_version <= base:
+                return None
+            chain, at = [], root
+            while at != newest.manifest.root:
+                if at not in self._steps:
+                    return None
+                chain.append(self._steps[at])
+                at = chain[-1].table.root
+            if chain[0].table.base_version != base:
+                return None
+            if len(chain) == 1:
+                return newest, chain[0]
+            if not all(step.is_complete for step in chain):
+                return None
+            if root not in self._folded:
+                self._folded[root] = fold(chain, newest.manifest)
+            return newest, self._folded[root]
+
+    def find_patches(self, identity: bytes) -> PatchSet | None:
+        """The set with that table; None where it is gone."""
+        with self._lock:
+            for found in (*reversed(self._steps.values()), *self._folded.values()):
+                if found.table.identity == identity:
+                    return found
+            return None
 
     def find(self, receiver: bytes, version: int, root: bytes) -> WeightObject | None:
         """That very object, still protected for `receiver`; None where it is gone."""

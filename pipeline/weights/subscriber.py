@@ -3,7 +3,7 @@
 In: an address that may change, a network that may lose, cut and corrupt. Out: weight states of
 ever higher versions. It never returns a state of which one byte is unproved, and never gives up.
 
-    resolve --> connect --> ask for a newer manifest --> order tiles, `credits` at a time --> state
+    resolve --> connect --> ask for a newer manifest --> order its pieces, `credits` at a time --> state
        ^                      |  none: wait for an announcement or `poll_s`, ask again
        +-- silence, or moved -+------------------------------+   (what has come is kept)
 """
@@ -14,8 +14,8 @@ import asyncio
 import itertools
 import time
 import uuid
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 
 import zmq
@@ -25,55 +25,22 @@ from pipeline.config import WeightSettings
 from pipeline.errors import WeightError
 from pipeline.logs import get_logger
 from pipeline.weights.address_watch import LOOK_EVERY_S, MovedError, Resolve, unless_moved
+from pipeline.weights.choice import Choice
 from pipeline.weights.link import Answer, Link
 from pipeline.weights.manifest import decode_manifest
-from pipeline.weights.memory import BufferPool
-from pipeline.weights.protocol import NOTHING, Kind
+from pipeline.weights.memory import BufferPool, Pool
+from pipeline.weights.patches import decode_table
+from pipeline.weights.protocol import NO_ROOT, NOTHING, WANTS_PATCHES, Kind
+from pipeline.weights.relay import Relay
 from pipeline.weights.security import check_public_key
 from pipeline.weights.state import WeightState
-from pipeline.weights.transfer import Transfer
+from pipeline.weights.subscriber_stats import Phase, SubscriberStats
+from pipeline.weights.transfer import Content, PatchTransfer, SnapshotTransfer, Transfer
 
 _SILENT_POLLS = 3  # intervals without an answer after which the publisher may have moved
 _MAX_PATIENCE = 8  # so many times longer a slow line is waited for, if it has not moved
 
 log = get_logger()
-
-
-class Phase(StrEnum):
-    """What a subscriber waits for."""
-
-    ADDRESS = "address of the weight publisher"
-    PUBLISHER = "answer of the weight publisher"
-    VERSION = "newer weights"
-    TILES = "tiles"
-
-
-@dataclass(slots=True, kw_only=True)
-class SubscriberStats:
-    """Figures since the start.
-
-    phase: what it waits for now. num_bytes: verified. receive_s: from manifest to last tile,
-    verify_s of it hashing and copying. num_skipped: versions that were overtaken.
-    num_missed_announcements: versions learnt by polling. num_silences: connections given up.
-    num_moves: publishers that were found elsewhere. num_resumed_tiles: kept over both.
-    num_lost_tiles: ordered and not answered. num_refused: manifests or objects that failed
-    verification. num_ignored: malformed messages.
-    """
-
-    phase: Phase = Phase.ADDRESS
-    num_versions: int = 0
-    num_skipped: int = 0
-    num_bytes: int = 0
-    receive_s: float = 0.0
-    verify_s: float = 0.0
-    num_corrupt_tiles: int = 0
-    num_lost_tiles: int = 0
-    num_resumed_tiles: int = 0
-    num_missed_announcements: int = 0
-    num_silences: int = 0
-    num_moves: int = 0
-    num_refused: int = 0
-    num_ignored: int = 0
 
 
 class _SilenceError(Exception):
@@ -85,10 +52,18 @@ class WeightSubscriber:
 
     resolve: where the publisher is now; None while there is none. Asked all the time, so that a new
     publisher is found at once. What it raises passes through `next` where nothing goes on without it:
-    at the start, and when the publisher is silent.
+    at the start, and when the publisher is silent. relay: passes on what comes in, and is closed with
+    the subscriber.
     """
 
-    def __init__(self, settings: WeightSettings, *, resolve: Resolve) -> None:
+    def __init__(
+        self,
+        settings: WeightSettings,
+        *,
+        resolve: Resolve,
+        make_pool: Callable[[int], Pool] = BufferPool,
+        relay: Relay | None = None,
+    ) -> None:
         check_public_key(settings.server_public_key)
         self._settings = settings
         self._resolve = resolve
@@ -97,8 +72,13 @@ class WeightSubscriber:
         self._numbers = itertools.count(1)
         self._link: Link | None = None
         self._transfer: Transfer | None = None
-        self._pool = BufferPool(0, max_free=1)
+        self._held: Content | None = None  # the last that is complete, which patches start from
+        self._choice = Choice(settings.encoding)
+        self._relay = relay
+        self._make_pool = make_pool
+        self._pool = make_pool(0)
         self._patience = 1
+        self._receive_s = 0.0  # of the transfer under way
         self._last_version = NOTHING
         self._stats = SubscriberStats()
 
@@ -108,6 +88,14 @@ class WeightSubscriber:
         Cancelling it is safe, and what has come so far is used by the next call. The state has
         memory of its own, which is used again only after every view of it is gone.
         """
+        return (await self.next_content(newer_than)).state()
+
+    def start_from(self, content: Content) -> None:
+        """Patches may start from a version that came another way."""
+        self._held = content
+
+    async def next_content(self, newer_than: int | None) -> Content:
+        """The same as it lies in memory."""
         floor = NOTHING if newer_than is None else newer_than
         while True:
             try:
@@ -120,12 +108,19 @@ class WeightSubscriber:
                 self._stats.num_moves += 1
                 self._leave()
             except WeightError as error:
-                self._transfer = None
+                if isinstance(self._transfer, PatchTransfer):
+                    self._held = None  # whatever is wrong, it is not wrong in a snapshot
+                self._drop()
                 self._stats.num_refused += 1
                 log.warning("weights_refused", reason=str(error))
                 await asyncio.sleep(self._settings.poll_s)
             else:
                 return self._finished(transfer)
+
+    @property
+    def is_receiving(self) -> bool:
+        """Whether this process receives by itself."""
+        return True
 
     @property
     def stats(self) -> SubscriberStats:
@@ -136,7 +131,9 @@ class WeightSubscriber:
     def close(self) -> None:
         """Disconnect and free everything, after `next` has returned or was cancelled. Safe to call twice."""
         self._disconnect()
-        self._transfer = None
+        self._transfer = self._held = None
+        if self._relay is not None:
+            self._relay.close()
         if not self._context.closed:
             self._context.term()
 
@@ -194,7 +191,7 @@ class WeightSubscriber:
         """A complete transfer of a version above `floor`."""
         while True:
             if self._transfer is None or self._transfer.manifest.weight_version <= floor:
-                self._transfer = None  # frees its buffer before the next is made
+                self._drop()  # frees its buffer before the next is made
                 self._transfer = await self._started(link, floor)
             self._stats.phase = Phase.TILES
             started = time.perf_counter()
@@ -202,20 +199,36 @@ class WeightSubscriber:
                 if await self._fetched(link, self._transfer):
                     return self._transfer
             finally:
-                self._stats.receive_s += time.perf_counter() - started
-            self._transfer = None
+                self._receive_s += time.perf_counter() - started
+            self._drop()
+
+    def _drop(self) -> None:
+        """The rest of what is coming in will not come."""
+        if self._relay is not None and self._transfer is not None:
+            self._relay.withdraw(self._transfer)
+        self._transfer = None
 
     async def _started(self, link: Link, floor: int) -> Transfer:
         """Ask until there is a version above `floor`."""
         has_waited = False
+        held = self._held.manifest if self._held and self._held.manifest.weight_version == floor else None
+        self._receive_s = 0.0
         while True:
             self._stats.phase = Phase.PUBLISHER
-            number = await link.request(Kind.GET_MANIFEST, version=floor)
+            number = await link.request(
+                Kind.GET_MANIFEST,
+                version=floor,
+                root=held.root if held else NO_ROOT,
+                index=WANTS_PATCHES if self._choice.wants_patches else 0,
+            )
             answer = await self._answer_to(link, number)
-            if answer.header.kind is Kind.MANIFEST:
+            if answer.header.kind in {Kind.MANIFEST, Kind.PATCHES}:
                 await link.note_announcements()
                 self._stats.num_missed_announcements += has_waited and link.announced <= floor
-                return self._prepared(answer, floor)
+                transfer = self._prepared(answer, floor)
+                if self._relay is not None:
+                    self._relay.begin(transfer, [bytes(payload) for payload in answer.payloads])
+                return transfer
             self._stats.phase = Phase.VERSION
             await link.wait_for_announcement(floor, self._settings.poll_s)
             has_waited = True
@@ -228,39 +241,50 @@ class WeightSubscriber:
                 return answer
 
     def _prepared(self, answer: Answer, floor: int) -> Transfer:
-        manifest = decode_manifest(answer.payload, max_model_bytes=self._settings.max_model_bytes)
+        manifest = decode_manifest(answer.payloads[0], max_model_bytes=self._settings.max_model_bytes)
         version = manifest.weight_version
         if version <= floor or (version, manifest.root) != (answer.header.version, answer.header.root):
             raise WeightError(f"the manifest is of version {version}, not of the one that was asked for")
+        table = decode_table(answer.payloads[1], manifest) if answer.header.kind is Kind.PATCHES else None
         if self._pool.buffer_bytes != manifest.num_bytes:
-            self._pool = BufferPool(manifest.num_bytes, max_free=1)
+            self._pool = self._make_pool(manifest.num_bytes)
         try:
-            return Transfer(manifest, self._pool.borrow())
+            buffer = self._pool.borrow()
         except MemoryError as error:
             raise WeightError(f"no memory for the {manifest.num_bytes} bytes of version {version}") from error
+        if table is None:
+            return SnapshotTransfer(manifest, buffer)
+        base = self._held
+        if base is None or not base.manifest.is_laid_out_like(manifest) or table.base_root != base.manifest.root:
+            raise WeightError(f"patches for a version {table.base_version} that was never here")
+        return PatchTransfer(manifest, buffer, table, base, keeps_parcels=self._relay is not None)
 
     async def _fetched(self, link: Link, transfer: Transfer) -> bool:
-        """Order tiles until all are there. False: the publisher no longer has the version."""
-        version, root = transfer.manifest.weight_version, transfer.manifest.root
-        ordered: dict[int, int] = {}  # request -> tile, in the order of the requests
+        """Order pieces until all are there. False: the publisher no longer has them."""
+        version, key = transfer.manifest.weight_version, transfer.key
+        ordered: dict[int, int] = {}  # request -> piece, in the order of the requests
+        if isinstance(transfer, PatchTransfer):
+            await transfer.place_unchanged()
+            self._pass_on()
         try:
             while not transfer.is_complete:
                 while len(ordered) < self._settings.credits and (index := transfer.next_missing()) is not None:
-                    ordered[await link.request(Kind.GET_TILE, version=version, index=index, root=root)] = index
+                    ordered[await link.request(transfer.request, version=version, index=index, root=key)] = index
                 answer = await self._answer(link)
                 if answer.header.kind is Kind.ERROR and answer.header.request in ordered:
                     return False
-                if answer.header.kind is Kind.TILE and answer.header.request in ordered:
+                if answer.header.kind is transfer.answer and answer.header.request in ordered:
                     await self._take(transfer, ordered, answer)
         finally:
             transfer.put_back(ordered.values())
-        await link.request(Kind.DONE, version=version, root=root)
+        await link.request(Kind.DONE, version=version, root=transfer.manifest.root)
         return True
 
     async def _take(self, transfer: Transfer, ordered: dict[int, int], answer: Answer) -> None:
-        """Verify one tile. Answers come in the order of the requests: what was passed over is lost."""
+        """Verify one piece. Answers come in the order of the requests: what was passed over is lost."""
         number = answer.header.request
         is_right = await transfer.accept(ordered[number], answer.payload)
+        self._pass_on()
         passed_over = [earlier for earlier in ordered if earlier < number]
         self._stats.num_lost_tiles += len(passed_over)
         self._stats.num_corrupt_tiles += not is_right
@@ -269,15 +293,28 @@ class WeightSubscriber:
         for request in (*passed_over, number):
             del ordered[request]
 
-    def _finished(self, transfer: Transfer) -> WeightState:
-        version = transfer.manifest.weight_version
+    def _pass_on(self) -> None:
+        if self._relay is not None:
+            self._relay.note_pieces()
+
+    def _finished(self, transfer: Transfer) -> Content:
+        version, is_patched = transfer.manifest.weight_version, isinstance(transfer, PatchTransfer)
+        made_s = transfer.table.encode_s if isinstance(transfer, PatchTransfer) else 0.0
+        self._choice.note(
+            is_patches=is_patched, seconds=self._receive_s + made_s, num_bytes=transfer.manifest.num_bytes
+        )
         self._transfer = None
+        content = transfer.content()
+        self._held = None if self._settings.encoding == "snapshot" else content
         self._patience = 1
         if self._last_version != NOTHING:
             # It may be the same again: whoever lost what was received asks for it anew.
             self._stats.num_skipped += max(0, version - self._last_version - 1)
         self._last_version = version
         self._stats.num_versions += 1
+        self._stats.num_patched += is_patched
         self._stats.num_bytes += transfer.manifest.num_bytes
+        self._stats.num_received_bytes += transfer.num_bytes
+        self._stats.receive_s += self._receive_s
         self._stats.verify_s += transfer.verify_s
-        return transfer.state()
+        return content

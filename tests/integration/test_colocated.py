@@ -8,12 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pipeline.keys import Keys, Stream
 from pipeline.messages import RolloutGroup
 from pipeline.wire import decode
 from tests.integration.harness import Run, running
 from tests.integration.turns import Turns, assert_apart, turns_of
 from tests.tiny import make_tiny_model
+
+pytestmark = pytest.mark.timeout(300)
+
+DEADLINE_S = 140.0  # four processes load torch first, which is slow on a busy machine
 
 
 def settings(directory: Path, **changes: object) -> list[str]:
@@ -70,7 +76,7 @@ async def test_the_two_are_never_active_at_once_and_the_run_completes(
         watching = asyncio.create_task(watch(run, rollouts))
         trainer, generator = run.start("trainer"), run.start("generator")
         run.start("scorer")
-        await run.until_over()
+        await run.until_over(deadline_s=DEADLINE_S)
         watching.cancel()
         ledger = await run.ledger()
         assert (ledger.trained, ledger.live) == (24, 0)
@@ -91,12 +97,12 @@ async def test_generators_take_turns_too_and_one_that_dies_with_the_device_loses
     async with running(tmp_path, valkey_url, run_name, *settings(tmp_path)) as run:
         trainer, *generators = run.start("trainer"), run.start("generator"), run.start("generator")
         run.start("scorer")
-        await run.until_steps(2)
+        await run.until_steps(2, deadline_s=DEADLINE_S)
         holder = str(await run.redis.get(Keys(run_name).device_turn))
         infos = [await run.info(worker) for worker in generators]
         killed = next((i for i, info in enumerate(infos) if info and info.worker_id in holder), 0)
         generators[killed].kill()
-        assert await run.until_exit(trainer) == [0]
+        assert await run.until_exit(trainer, deadline_s=DEADLINE_S) == [0]
         ledger = await run.ledger()
         assert ledger.trained == 24
         assert max(run.times_trained.values()) == 1

@@ -169,3 +169,26 @@ async def test_a_generator_makes_nothing_before_it_serves_weights_that_the_promp
         assert made_by == {rollout.prompt.min_version}
     generator.signal(signal.SIGTERM)
     await run.until_over()
+
+
+async def test_generators_that_pass_weights_on_come_and_go(tmp_path: Path, valkey_url: str, run_name: str) -> None:
+    settings = (*SCRIPTED, "weights.relay=true", "weights.share_on_host=false", "trainer.scripted_step_s=0.05")
+    async with running(tmp_path, valkey_url, run_name, *settings, "trainer.max_steps=100000") as run:
+        run.start_all()
+        others = [run.start("generator") for _ in range(2)]
+        first = run.workers[0]
+
+        async def relays() -> set[int]:
+            return {info.pid for info in await run.fleet.workers() if info.is_alive and info.status.get("relay")}
+
+        async def all_relay() -> bool:
+            return await relays() == {worker.pid for worker in (first, *others)}
+
+        await run.until(all_relay, "three relays")
+        await run.until_steps(run.num_steps + 10)
+        first.kill()
+        before = {worker.pid: await run.metric(worker, "rollstream_weight_version") for worker in others}
+        await run.until_steps(run.num_steps + 40)
+        for worker in others:
+            assert await run.metric(worker, "rollstream_weight_version") > before[worker.pid] + 10
+        assert (await run.ledger()).dead == 0

@@ -11,6 +11,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from pipeline.checkpoints import Checkpoints
 from pipeline.keys import Keys
 from tests.integration.harness import SCRIPTED, Run, running
@@ -175,3 +177,20 @@ async def test_a_checkpoint_of_other_settings_is_refused_after_a_reset(
         assert await run.until_exit(trainer) == [2]
         assert "generation.group_size = 2 here, 4 there" in trainer.output
         assert 'checkpoint.resume = "never"' in trainer.output
+
+
+async def test_a_trainer_whose_weights_nobody_serves_any_more_ends_and_is_followed_by_one_that_is_served(
+    tmp_path: Path, valkey_url: str, run_name: str
+) -> None:
+    async with running(tmp_path, valkey_url, run_name, *SETTINGS, "weights.own_process='always'") as run:
+        doomed = run.start_all()
+        doomed.may_fail = True
+        await run.until_steps(4)
+        (serving,) = psutil.Process(doomed.pid).children()
+        assert "pipeline.weights.serving" in serving.cmdline()
+        serving.kill()
+        assert await run.until_exit(doomed) == [1]
+        run.start("trainer")
+        await run.until_over()
+        ledger = await run.ledger()
+        assert (ledger.fed, ledger.trained, ledger.uncommitted, ledger.live) == (48, 48, 0, 0)

@@ -18,7 +18,7 @@ from pipeline.errors import WeightError
 from pipeline.weights import Endpoints, WeightKind, WeightPublisher, WeightState, WeightSubscriber
 from pipeline.weights.codec import WeightObject
 from pipeline.weights.protocol import Header, Kind
-from pipeline.weights.subscriber import Phase
+from pipeline.weights.subscriber_stats import Phase
 from tests.weights.states import FAST, at, channel, make_state, next_within, same, tensor, until
 
 

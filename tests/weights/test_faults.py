@@ -196,7 +196,7 @@ def nonsense(version: int, root: bytes) -> list[list[bytes]]:
     return [
         [b""],
         [b"x" * 64],
-        [b"RSW1" + b"\xff" * 60],
+        [b"RSW2" + b"\xff" * 60],
         [tile.pack(), b"more"],
         [tile.pack()[:-1]],
         [replace(tile, kind=Kind.TILE).pack()],

@@ -1,0 +1,80 @@
+"""Which weight channel the settings name: what its two ends can do, and where they come from."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pipeline.config import WeightSettings
+from pipeline.places import own_folder
+from pipeline.weights.address_watch import Resolve
+from pipeline.weights.meeting import remove_abandoned
+from pipeline.weights.process import PublisherProcess, has_shared_memory
+from pipeline.weights.publisher import PublisherStats, WeightPublisher
+from pipeline.weights.relay import Relay
+from pipeline.weights.sharing import SharedSubscriber
+from pipeline.weights.state import Endpoints, WeightState
+from pipeline.weights.subscriber import WeightSubscriber
+from pipeline.weights.subscriber_stats import SubscriberStats
+
+_WORTH_A_PROCESS = 16 * 1024 * 1024  # bytes of a version: less is hashed before another process has woken up
+
+
+class Publisher(Protocol):
+    """The trainer's end."""
+
+    def start(self) -> Endpoints:
+        """Be there for subscribers, who find it by what is returned. Raises ConfigError."""
+
+    def publish(self, state: WeightState) -> object:
+        """Offer a version, and return as soon as the caller may change its tensors. Raises WeightError."""
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether subscribers are served; not before `start`."""
+
+    @property
+    def stats(self) -> PublisherStats:
+        """Figures since the start."""
+
+    def close(self) -> None:
+        """End. Safe to call twice."""
+
+
+class Subscriber(Protocol):
+    """A generator's end."""
+
+    async def next(self, newer_than: int | None) -> WeightState:
+        """The newest version above `newer_than` (None: any), verified. Waits as long as it must."""
+
+    @property
+    def is_receiving(self) -> bool:
+        """Whether this process receives by itself, and not another one of this machine for it."""
+
+    @property
+    def stats(self) -> SubscriberStats:
+        """A copy of the figures."""
+
+    def close(self) -> None:
+        """End. Safe to call twice."""
+
+
+def create_publisher(settings: WeightSettings, *, num_bytes: int) -> Publisher:
+    """The trainer's end of the channel. num_bytes: size of a version. Raises ConfigError."""
+    is_worthwhile = settings.own_process == "always" or num_bytes >= _WORTH_A_PROCESS
+    if is_worthwhile and settings.own_process != "never" and has_shared_memory():
+        return PublisherProcess(settings)
+    return WeightPublisher(settings)
+
+
+def create_subscriber(
+    settings: WeightSettings, resolve: Resolve, *, run_id: str, relay: Relay | None = None
+) -> Subscriber:
+    """A generator's end of the channel. Raises ConfigError.
+
+    run_id: those with the same one share a receiver. relay: passes weights on, where this one receives.
+    """
+    if settings.share_on_host and has_shared_memory():
+        folder = own_folder(f"weights of run {run_id}")
+        remove_abandoned(folder)
+        return SharedSubscriber(settings, resolve=resolve, folder=folder, relay=relay)
+    return WeightSubscriber(settings, resolve=resolve, relay=relay)
