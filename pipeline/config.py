@@ -35,6 +35,11 @@ class RunSettings(Section):
 
     name: str = Field("default", description="All workers of a run share it; it prefixes every key in Redis.")
     dir: Path = Field(Path("runs"), description="Run directories are made below this folder.")
+    topology: Literal["disaggregated", "colocated"] = Field(
+        "disaggregated",
+        description="disaggregated: generators and trainer have devices of their own and work at once; colocated: "
+        "they take turns on one.",
+    )
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = Field(
         0, description="Order of prompts, sampling and initial adapters derive from it."
     )
@@ -168,6 +173,11 @@ class GenerationSettings(Section):
         "keep",
         description="When weights change in mid-sequence vLLM keeps the keys and values of the tokens so far, "
         "or computes them anew.",
+    )
+    merge_lora: bool = Field(
+        False,
+        description="With lora.rank, vllm and openai: merge each adapter into the base weights and serve these, "
+        "instead of the adapter. openai needs it.",
     )
     scripted: ScriptedSettings = Field(default_factory=ScriptedSettings)
     vllm: dict[str, Any] = Field(
@@ -406,6 +416,16 @@ class Config(Section):
     def admission_limit(self) -> int:
         """Groups that may be fed and not yet trained, dropped or dead."""
         return (self.staleness.max_staleness + 1) * self.trainer.groups_per_step
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether generation and training take turns on one device."""
+        return self.run.topology == "colocated"
+
+    @property
+    def merges_lora(self) -> bool:
+        """Whether generators serve an adapter as part of the weights below it."""
+        return self.lora.rank > 0 and self.generation.merge_lora
 
     @property
     def run_dir(self) -> Path:

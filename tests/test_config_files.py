@@ -291,6 +291,8 @@ def test_the_schema_accepts_the_reference_and_refuses_a_typing_error() -> None:
         (["worker.heartbeat_s=8", "queues.lease_s=10"], "worker.heartbeat_s = 8"),
         (["generation.replay_routing=true", "generation.engine=scripted"], "generation.replay_routing = true"),
         (["staleness.max_staleness=0", "weights.publish_every=3"], "weights.publish_every = 3"),
+        (["run.topology=colocated", "generation.engine=openai"], "run.topology = .colocated.: generation.engine"),
+        (["run.topology=colocated", "generation.engine=vllm", "trainer.device=cuda:1"], "are not one device"),
         (["queues.lease_s=0.0001"], "queues.lease_s"),
         (["queues.lease_s=1e300"], "queues.lease_s"),
         (["run.seed=100000000000000000000000"], "run.seed"),
