@@ -35,6 +35,11 @@ class RunSettings(Section):
 
     name: str = Field("default", description="All workers of a run share it; it prefixes every key in Redis.")
     dir: Path = Field(Path("runs"), description="Run directories are made below this folder.")
+    topology: Literal["disaggregated", "colocated"] = Field(
+        "disaggregated",
+        description="disaggregated: generators and trainer have devices of their own and work at once; colocated: "
+        "they take turns on one.",
+    )
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = Field(
         0, description="Order of prompts, sampling and initial adapters derive from it."
     )
@@ -169,6 +174,11 @@ class GenerationSettings(Section):
         description="When weights change in mid-sequence vLLM keeps the keys and values of the tokens so far, "
         "or computes them anew.",
     )
+    merge_lora: bool = Field(
+        False,
+        description="With lora.rank, vllm and openai: merge each adapter into the base weights and serve these, "
+        "instead of the adapter. openai needs it.",
+    )
     scripted: ScriptedSettings = Field(default_factory=ScriptedSettings)
     vllm: dict[str, Any] = Field(
         {}, description="Engine arguments of vLLM, passed on unchanged: gpu_memory_utilization, tensor_parallel_size."
@@ -295,6 +305,13 @@ class EvaluationSettings(Section):
 class WeightSettings(Section):
     """The way back: new weights from the trainer to the generators."""
 
+    store: str = Field(
+        "",
+        description="Through files instead: a shared directory, or s3://bucket/folder (gs://, az://); empty: ZeroMQ.",
+    )
+    store_grace_s: Seconds = Field(
+        600.0, description="In a store, a slow reader has this long to finish a version that was overtaken."
+    )
     host: str = Field(
         "127.0.0.1", description="Address the trainer binds; anything but loopback needs CURVE or insecure."
     )
@@ -311,6 +328,9 @@ class WeightSettings(Section):
     poll_s: Seconds = Field(2.0, description="A lost announcement delays new weights by at most this.")
     own_process: Literal["auto", "always", "never"] = Field(
         "auto", description="Encodes and serves in a process beside the trainer's; auto: versions of 16 MiB and more."
+    )
+    max_mbit_per_s: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="A receiver takes weights no faster than this, in Mbit/s; 0 for as fast as they come."
     )
     share_on_host: bool = Field(
         True, description="Generators of a run on one machine: one receives, into memory that the others map."
@@ -396,6 +416,16 @@ class Config(Section):
     def admission_limit(self) -> int:
         """Groups that may be fed and not yet trained, dropped or dead."""
         return (self.staleness.max_staleness + 1) * self.trainer.groups_per_step
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether generation and training take turns on one device."""
+        return self.run.topology == "colocated"
+
+    @property
+    def merges_lora(self) -> bool:
+        """Whether generators serve an adapter as part of the weights below it."""
+        return self.lora.rank > 0 and self.generation.merge_lora
 
     @property
     def run_dir(self) -> Path:

@@ -257,6 +257,11 @@ class Fleet:
         holder, left_ms = await self._transact(("GET", self._keys.trainer_lock), ("PTTL", self._keys.trainer_lock))
         return None if holder is None else (holder.decode(), max(0, left_ms) / 1000)
 
+    async def device_turn(self, worker_id: str, ttl_s: float, how: str, wish: str) -> str:
+        """Ask for the device of a colocated run, keep it or give it; see `scripts/fleet/turn.lua`."""
+        keys = [self._keys.device_turn, self._keys.device_wish]
+        return cast(str, (await self._call("turn", keys, [worker_id, int(ttl_s * 1000), how, wish])).decode())
+
     async def _lock(self, worker_id: str, ttl_s: float, how: str) -> bool:
         keys = [self._keys.trainer_lock, self._keys.control, self._keys.meta]
         return bool(await self._call("lock", keys, [worker_id, int(ttl_s * 1000), how]))

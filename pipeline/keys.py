@@ -111,6 +111,16 @@ class Keys:
         return self._key("trainer_lock")
 
     @property
+    def device_turn(self) -> str:
+        """Worker that may use the device of a colocated run; expires."""
+        return self._key("device_turn")
+
+    @property
+    def device_wish(self) -> str:
+        """How urgently another worker wants it; expires."""
+        return self._key("device_wish")
+
+    @property
     def types(self) -> Mapping[str, str]:
         """Key -> what Redis calls the type of what is in it."""
         hashes = (self.ledger, self.uncommitted, self.partials, self.replies, self.meta, self.control, self.workers)
@@ -118,7 +128,7 @@ class Keys:
             **dict.fromkeys((*self.streams, self.dead_letters), "stream"),
             **dict.fromkeys(hashes, "hash"),
             self.evaluating: "set",
-            self.trainer_lock: "string",
+            **dict.fromkeys((self.trainer_lock, self.device_turn, self.device_wish), "string"),
         }
 
     @property

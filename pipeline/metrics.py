@@ -81,6 +81,12 @@ class Metrics(MetricTable):
         help="Time without work, by cause.",
         reading="no_input: the stage before is slower; stale_weights: the weight channel is; output_full: the next is.",
     )
+    device_wait_seconds_total = counter(
+        "seconds",
+        "Time spent waiting for the turn on a device that generation and training share.",
+        "A generator's is about the time of training, the trainer's short; only with run.topology = colocated.",
+        roles=_CHANNEL,
+    )
     refused_total = counter(
         "groups",
         "Results that came after the lease was lost.",

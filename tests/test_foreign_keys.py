@@ -34,6 +34,7 @@ async def use_all(redis: Redis, keys: Keys) -> None:
     await streams.open()
     await fleet.join({"lora.rank": "0"})
     await fleet.acquire_trainer("worker", 30.0)
+    await fleet.device_turn("worker", 30.0, "take", "idle")
     await fleet.register(WorkerInfo(worker_id="worker", role="scorer", host="here", pid=1))
     await streams.ledger()
     await streams.uncommitted()

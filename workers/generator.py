@@ -28,6 +28,7 @@ from pipeline.weights.relay import Relay, resolve_in_tree
 from pipeline.wire import decode, encode
 from pipeline.worker.lifecycle import WorkerContext, run_worker
 from pipeline.worker.stage import HandBack, Stage
+from pipeline.worker.turns import Alternation, DeviceTurn
 
 _FRESHNESS_WAIT_S = 0.5
 
@@ -93,10 +94,13 @@ class GenerationWork:
         self._context.set_status(tokens_generated=self._engine.num_tokens_generated)
 
     async def _until_version(self, min_version: int) -> None:
-        """Waits for weights that this prompt allows; hands it back when they do not come."""
+        """Waits for weights that this prompt allows; hands it back when they do not come.
+
+        At once where there are none any more: since it was claimed, an update has broken off.
+        """
         patience = time.monotonic() + self._context.config.queues.lease_s
         while (version := self._engine.weight_version) is None or version < min_version:
-            if self._context.draining.is_set() or time.monotonic() > patience:
+            if version is None or self._context.draining.is_set() or time.monotonic() > patience:
                 raise HandBack(f"needs weights of version {min_version}, serving {version}")
             self.version_changed.clear()
             await self._context.wait_for_any(self.version_changed, timeout_s=_FRESHNESS_WAIT_S)
@@ -126,10 +130,13 @@ class GenerationWork:
 class WeightFollower:
     """Applies every new version that arrives, for as long as the generator lives."""
 
-    def __init__(self, context: WorkerContext, engine: GenerationEngine, work: GenerationWork) -> None:
+    def __init__(
+        self, context: WorkerContext, engine: GenerationEngine, work: GenerationWork, alternation: Alternation
+    ) -> None:
         self._context = context
         self._engine = engine
         self._work = work
+        self._alternation = alternation
         settings = context.config.weights
         self._relay = Relay(settings) if settings.relay else None
         self._subscriber = create_subscriber(settings, self._source(), run_id=context.run_id, relay=self._relay)
@@ -170,9 +177,10 @@ class WeightFollower:
         state = await self._subscriber.next(self._newest_seen)
         self._newest_seen = version = state.weight_version
         context, metrics = self._context, self._context.metrics
-        started = time.monotonic()
         try:
-            pause_s = await self._engine.apply_weights(state)
+            async with self._alternation.awake:
+                started = time.monotonic()
+                pause_s = await self._engine.apply_weights(state)
         except WeightError as error:
             metrics.weight_failures_total.inc()
             context.log.error("weights_refused", weight_version=version, reason=str(error))
@@ -209,23 +217,40 @@ class WeightFollower:
 
 async def body(context: WorkerContext) -> None:
     """Generate until drained."""
+    turn = DeviceTurn(context)
+    context.waiting_for("the device" if turn.is_shared else None)
+    await context.unless_draining(turn.take())
+    try:
+        if not context.draining.is_set():
+            await _generate_with_new_engine(context, turn)
+    finally:
+        await turn.give()
+
+
+async def _generate_with_new_engine(context: WorkerContext, turn: DeviceTurn) -> None:
     context.waiting_for("its model to load")
     # In a thread: importing an engine takes seconds, in which heartbeats must go on.
     engine = await asyncio.to_thread(create_engine, context.config, resolve=context.fleet.endpoints)
     await engine.start()
     context.waiting_for(None)
-    work = GenerationWork(context, engine)
     try:
-        async with asyncio.TaskGroup() as group:
-            follower = group.create_task(WeightFollower(context, engine, work).run())
-            stopper = group.create_task(work.stop_at_drain())
-            stage = Stage(context, source=Stream.PROMPTS, target=Stream.ROLLOUTS, work=work)
-            await stage.run(may_claim=work.may_claim)
-            follower.cancel()
-            stopper.cancel()
-            work.say_what_is_left()
+        await generate(context, engine, turn)
     finally:
         await engine.close()
+
+
+async def generate(context: WorkerContext, engine: GenerationEngine, turn: DeviceTurn) -> None:
+    """Follow the weights and complete groups, on an engine that was started, until drained."""
+    work, alternation = GenerationWork(context, engine), Alternation(turn, engine)
+    async with asyncio.TaskGroup() as group:
+        follower = group.create_task(WeightFollower(context, engine, work, alternation).run())
+        alternating = group.create_task(alternation.run())
+        stopper = group.create_task(work.stop_at_drain())
+        stage = Stage(context, source=Stream.PROMPTS, target=Stream.ROLLOUTS, work=work)
+        await stage.run(may_claim=work.may_claim)
+        for task in (follower, alternating, stopper):
+            task.cancel()
+        work.say_what_is_left()
 
 
 def main(config: Config) -> int:

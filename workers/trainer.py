@@ -27,6 +27,7 @@ from pipeline.run.progress import Progress
 from pipeline.run.recovery import Recovery, TrainerState
 from pipeline.weights.channel import create_publisher
 from pipeline.worker.lifecycle import WorkerContext, run_worker
+from pipeline.worker.turns import DeviceTurn
 
 _FEED_WAIT_S = 0.5
 
@@ -34,14 +35,19 @@ _FEED_WAIT_S = 0.5
 class Trainer:
     """One run's training, from the first prompt to the last step."""
 
-    def __init__(self, context: WorkerContext, learner: Learner, data: RunData, recovery: Recovery) -> None:
+    def __init__(
+        self, context: WorkerContext, learner: Learner, data: RunData, recovery: Recovery, turn: DeviceTurn
+    ) -> None:
         config = context.config
         self._context = context
+        self._turn = turn
         self._config = config
         self._learner = learner
         self._data = data
         self._recovery = recovery
-        self._publisher = create_publisher(config.weights, num_bytes=learner.num_weight_bytes)
+        self._publisher = create_publisher(
+            config.weights, num_bytes=learner.num_weight_bytes, run=f"{config.run.name}.{context.run_id}"
+        )
         self._num_bytes_sent = 0
         self._progress = Progress(context, config)
         self._evaluator = Evaluator(context.streams)
@@ -107,7 +113,11 @@ class Trainer:
             if not batch:
                 await self._evaluate(wanted=settings.at_end, wait=True)
                 return "the data has ended"
-            await self._step(batch, waited_s=time.monotonic() - started)
+            waited_s = time.monotonic() - started
+            async with self._turn.held():
+                await self._step(batch, waited_s=waited_s)
+                if self._turn.is_shared:
+                    await asyncio.to_thread(self._learner.leave_device)
             every = settings.every_steps
             is_due = every > 0 and self._state.step % every == 0 and not self._has_done_all_steps()
             await self._evaluate(wanted=is_due, wait=False)
@@ -239,11 +249,15 @@ async def body(context: WorkerContext) -> None:
     recovery = Recovery(context)
     if not await recovery.become_the_trainer():
         return
-    context.waiting_for("its model to load")
     data = await asyncio.to_thread(load_run_data, config)
-    learner = await asyncio.to_thread(load_learner, config)
+    turn = DeviceTurn(context, is_urgent=True)
+    async with turn.held():
+        context.waiting_for("its model to load")
+        learner = await asyncio.to_thread(load_learner, config)
+        if turn.is_shared:
+            await asyncio.to_thread(learner.leave_device)
     context.waiting_for(None)
-    await Trainer(context, learner, data, recovery).run()
+    await Trainer(context, learner, data, recovery, turn).run()
 
 
 def main(config: Config) -> int:

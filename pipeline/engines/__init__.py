@@ -9,7 +9,7 @@ token by the clock, and never serves weights under a label that is not theirs.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from pipeline.messages import Completion, PartialGroup, PromptGroup
 from pipeline.weights import WeightState
@@ -69,3 +69,17 @@ class GenerationEngine(Protocol):
 
     async def close(self) -> None:
         """Stop and free everything. Safe to call twice."""
+
+
+@runtime_checkable
+class SleepingEngine(GenerationEngine, Protocol):
+    """An engine that can leave its device to the trainer for a while. No weights are applied while it sleeps."""
+
+    async def sleep(self) -> None:
+        """Stop between two steps and free the device: weights and what is needed move to host memory.
+
+        Sequences in flight, and those that are asked for meanwhile, wait.
+        """
+
+    async def wake_up(self) -> None:
+        """Take the device again; sequences go on from the tokens that they have."""

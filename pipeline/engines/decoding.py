@@ -24,6 +24,7 @@ from pipeline.engines.joining import Joining, next_to_join, padded, prefill_batc
 from pipeline.engines.kv_cache import Prefix, RowCache
 from pipeline.engines.rows import Bools, GroupTask, Rows
 from pipeline.engines.sampling import Draw, RowSampling, draw
+from pipeline.engines.stop_texts import before_stop, ends_in_stop_text
 from pipeline.errors import EngineError, WeightError
 from pipeline.messages import Completion, FinishReason, UnfinishedCompletion
 from pipeline.models.routing import RoutingRecorder
@@ -70,16 +71,12 @@ class Decoder:
         self._sampling: RowSampling | None = None
         self._waiting: deque[GroupTask] = deque()
         self._outcomes: list[Outcome] = []
+        self._is_asleep = False
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._rows.num_rows or self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        """Sequences that have a row."""
-        return self._rows.num_rows
+        return not self._is_asleep and bool(self._rows.num_rows or self._waiting)
 
     def submit(self, task: GroupTask) -> None:
         """Queue a group; its completions join from the next step on, in the order of submission."""
@@ -108,6 +105,26 @@ class Decoder:
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
+    def sleep(self) -> None:
+        """Leave the device: no step is made until `wake_up`."""
+        self._is_asleep = True
+        self._move(torch.device("cpu"))
+
+    def wake_up(self) -> None:
+        """Take the device again."""
+        self._move(self._device)
+        self._is_asleep = False
+
+    @torch.inference_mode()
+    def _move(self, device: torch.device) -> None:
+        self._model.to(device)
+        self._cache.to(device)
+        self._sampling = None
+        for task in self._waiting:
+            task.prefix = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
     @torch.inference_mode()
     def replace_weights(self, staged: Staged, weight_version: int) -> None:
         """Between two steps: rows keep their keys and values, and their next token is the new version's.
@@ -132,6 +149,8 @@ class Decoder:
     @torch.inference_mode()
     def step(self) -> None:
         """Let waiting sequences join, then draw one token for every row. Whatever fails ends in an outcome."""
+        if self._is_asleep:
+            return
         try:
             self._admit()
             if self._rows.num_rows:
@@ -235,7 +254,7 @@ class Decoder:
     def _finish(self) -> None:
         """Completions whose last token ended them leave their rows."""
         active = self._rows.active
-        is_end, by_text = self._is_end[active["next_id"]], self._ends_in_stop_text()
+        is_end, by_text = self._is_end[active["next_id"]], ends_in_stop_text(self._rows, self._decode)
         done = is_end | by_text | (active["num_tokens"] >= active["limit"])
         if not done.any():
             return
@@ -244,7 +263,7 @@ class Decoder:
         for row, text in zip(rows, texts, strict=True):
             task, index = self._rows.member(row)
             reason = FinishReason.STOP if is_end[row] or by_text[row] else FinishReason.LENGTH
-            shown = _before_stop(text, task.prompt.sampling.stop) if by_text[row] else text
+            shown = before_stop(text, task.prompt.sampling.stop) if by_text[row] else text
             task.completions[index] = self._rows.completion(row, reason, shown)
             if len(task.completions) == task.size:
                 self._outcomes.append((task, tuple(task.completions[member] for member in range(task.size))))
@@ -257,19 +276,6 @@ class Decoder:
         tasks = list(dict.fromkeys(self._rows.member(row)[0] for row in np.flatnonzero(is_bad).tolist()))
         self._fail(tasks, EngineError(f"weights of version {self.weight_version} gave logits that are not finite"))
         self._cache.wipe(self._rows.num_rows)
-
-    def _ends_in_stop_text(self) -> Bools:
-        has_stop = self._rows.active["has_stop"]
-        found = np.zeros(len(has_stop), dtype=bool)
-        rows = np.flatnonzero(has_stop).tolist()
-        if not rows:
-            return found
-        stops = [self._rows.member(row)[0].prompt.sampling.stop for row in rows]
-        # A character is at most four tokens of a byte-level vocabulary.
-        windows = [4 * max(len(text) for text in stop) + 4 for stop in stops]
-        tails = self._decode([self._rows.token_ids(row, window) for row, window in zip(rows, windows, strict=True)])
-        found[rows] = [any(text in tail for text in stop) for tail, stop in zip(tails, stops, strict=True)]
-        return found
 
     def _decode(self, token_ids: list[list[int]]) -> list[str]:
         texts: list[str] = self._tokenizer.batch_decode(
@@ -296,8 +302,3 @@ class Decoder:
 
     def _tensor(self, array: np.typing.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array.copy()).to(self._device)
-
-
-def _before_stop(text: str, stops: Sequence[str]) -> str:
-    found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
-    return text[: min(found)] if found else text

@@ -45,6 +45,11 @@ class RowCache(Cache):
         for layer in self._rows:
             layer.move(holes, movers, num_columns)
 
+    def to(self, device: torch.device) -> None:
+        """Move all buffers."""
+        for layer in self._rows:
+            layer.to(device)
+
     def wipe(self, first_row: int) -> None:
         """Zero all rows from `first_row` on: what a failed sequence left there may not be finite."""
         for layer in self._rows:
@@ -93,6 +98,10 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def move(self, holes: torch.Tensor, movers: torch.Tensor, num_columns: int) -> None:
         self.keys[holes, :, :num_columns] = self.keys[movers, :, :num_columns]
         self.values[holes, :, :num_columns] = self.values[movers, :, :num_columns]
+
+    def to(self, device: torch.device) -> None:
+        if self.is_initialized:
+            self.device, self.keys, self.values = device, self.keys.to(device), self.values.to(device)
 
     def wipe(self, first_row: int) -> None:
         if self.is_initialized:

@@ -16,23 +16,19 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Config
-from pipeline.engines.architecture import end_token_ids
 from pipeline.engines.openai_answers import PassingError
 from pipeline.engines.openai_checks import check_settings
 from pipeline.engines.openai_probe import Probe
 from pipeline.engines.shared_weights import SharedWeights
+from pipeline.engines.vllm_model import ServedModel
 from pipeline.engines.vllm_outputs import Draft, all_of, drafts_of
 from pipeline.engines.vllm_requests import completion_text, sampling_values, token_limit
 from pipeline.errors import ConfigError, EngineError, EngineLostError, WeightError
 from pipeline.logs import get_logger
 from pipeline.messages import Completion, PartialGroup, PromptGroup
-from pipeline.models.loading import context_length, load_skeleton, load_tokenizer
-from pipeline.models.weights import stage_weights
 from pipeline.weights import Endpoints, WeightState
 
 if TYPE_CHECKING:
-    import torch
-
     from pipeline.engines.openai_server import RemoteServer
     from pipeline.weights.address_watch import Resolve
 
@@ -40,7 +36,7 @@ _MAX_ATTEMPTS = 8
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 10.0
 _LONGEST_ABSENCE_S = 5.0  # between two looks at a server that is out of rotation
 _LAST_UPDATE_S = 5.0  # that one which has begun may take when the engine is closed
-_FETCH_SETTINGS = {"credits", "poll_s", "server_public_key", "max_model_bytes"}
+_FETCH_SETTINGS = {"store", "credits", "poll_s", "server_public_key", "max_model_bytes"}
 
 log = get_logger()
 
@@ -53,10 +49,7 @@ class OpenAiEngine:
         self._config = config
         self._settings = config.generation.openai
         self._resolve = resolve
-        self._skeleton: torch.nn.Module | None = None
-        self._tokenizer: Any = None
-        self._context = 0
-        self._end_ids: tuple[int, ...] = ()
+        self._model: ServedModel | None = None
         self._servers: list[RemoteServer] = []
         self._keepers: list[asyncio.Task[None]] = []
         self._updates: set[asyncio.Task[list[float]]] = set()
@@ -96,8 +89,8 @@ class OpenAiEngine:
         """
         from pipeline.engines.openai_server import RemoteServer
 
-        await asyncio.to_thread(self._load)
-        self._servers = [RemoteServer(url, self._config, context=self._context) for url in self._settings.urls]
+        self._model = model = await asyncio.to_thread(ServedModel.load, self._config)
+        self._servers = [RemoteServer(url, self._config, context=model.context) for url in self._settings.urls]
         for server in self._servers:
             try:
                 await self._connect(server)
@@ -107,9 +100,10 @@ class OpenAiEngine:
 
     async def generate(self, prompt: PromptGroup, partial: PartialGroup | None = None) -> tuple[Completion, ...]:
         """`prompt.sampling.group_size` completions. Raises Interrupted, EngineError, or EngineLostError: no server."""
-        if not self._keepers or self._newest is None:
+        model = self._model
+        if model is None or not self._keepers or self._newest is None:
             raise EngineError("no verified weights are being served; apply_weights comes first")
-        limit = token_limit(prompt, self._context)
+        limit = token_limit(prompt, model.context)
         drafts = drafts_of(prompt, partial, limit)
         if self._is_interrupted or not drafts:
             return all_of(prompt, partial, drafts, [None] * len(drafts))
@@ -164,12 +158,13 @@ class OpenAiEngine:
     async def _complete(self, prompt: PromptGroup, index: int, limit: int, draft: Draft) -> Completion:
         """One completion, at whichever server; it goes on from what a server gave before it broke it off."""
         self._num_unfinished += 1
-        num_failures = 0
+        num_failures, model = 0, self._model
+        assert model is not None
         prompt_ids = prompt.prompt_token_ids.tolist()
         try:
             while True:
                 values = sampling_values(
-                    prompt, index, so_far=draft.num_tokens, max_tokens=limit - draft.num_tokens, end_ids=self._end_ids
+                    prompt, index, so_far=draft.num_tokens, max_tokens=limit - draft.num_tokens, end_ids=model.end_ids
                 )
                 server = await self._least_loaded()
                 try:
@@ -181,7 +176,7 @@ class OpenAiEngine:
                 draft.append(segment)
                 if segment.reason is not None:
                     return draft.completion(
-                        segment.reason, completion_text(self._tokenizer, draft.token_ids, segment.stop_text)
+                        segment.reason, completion_text(model.tokenizer, draft.token_ids, segment.stop_text)
                     )
                 num_failures += 1
                 await self._wait(num_failures, prompt, f"{server.url} gave up a sequence")
@@ -217,11 +212,11 @@ class OpenAiEngine:
     async def _update(self, state: WeightState) -> list[float]:
         """The pause of each server that is there. Raises WeightError where none reached the version."""
         async with self._one_update:
-            if not self._keepers or self._skeleton is None:
+            if not self._keepers or self._model is None:
                 raise EngineError("the engine is not running")
             if self._newest is not None and state.weight_version < self._newest:
                 raise WeightError(f"version {state.weight_version} is older than version {self._newest} being served")
-            await asyncio.to_thread(stage_weights, self._skeleton, state)
+            state = await asyncio.to_thread(self._model.checked, state)  # whole: nobody knows what a server had
             if any(server.is_local is not False for server in self._servers):
                 self._description = await asyncio.to_thread(self._shared.write, state)
             self._newest = state.weight_version
@@ -302,10 +297,3 @@ class OpenAiEngine:
         async with self._one_update:
             if self._newest is not None and await self._reach(server) is not None:
                 log.info("server_in_rotation", url=server.url, weight_version=server.weight_version)
-
-    def _load(self) -> None:
-        config = self._config
-        self._tokenizer = load_tokenizer(config.model)
-        self._skeleton = load_skeleton(config.model, config.lora)
-        self._end_ids = end_token_ids(self._skeleton, self._tokenizer)
-        self._context = context_length(config.model, self._skeleton.config)  # type: ignore[arg-type]

@@ -36,10 +36,10 @@ def check_settings(config: Config) -> None:
             )
     if len({base_url(url) for url in settings.urls}) != len(settings.urls):
         raise ConfigError("generation.openai.urls names a server twice")
-    if config.lora.rank:
+    if config.lora.rank and not config.merges_lora:
         raise ConfigError(
-            f'lora.rank = {config.lora.rank}: generation.engine = "openai" takes full weights only; '
-            'set lora.rank = 0, or generation.engine = "vllm"'
+            f'lora.rank = {config.lora.rank}: with generation.engine = "openai" servers get no adapters; set '
+            'generation.merge_lora = true, which merges them into the weights, or generation.engine = "vllm"'
         )
 
 

@@ -233,8 +233,9 @@ class RemoteServer:
         It takes as long as it takes; put a limit around it.
         """
         started = time.monotonic()
+        lora = self._config.lora.model_dump(mode="json") if self._config.merges_lora else None
         while True:
-            info = {"publisher": asdict(await where()), "settings": settings, "newer_than": newer_than}
+            info = {"publisher": asdict(await where()), "settings": settings, "newer_than": newer_than, "lora": lora}
             await self._http.post("/init_weight_transfer_engine", {"init_info": info})
             versions = await self._fetched()
             newest = max((version for version in versions if version is not None), default=newer_than)

@@ -24,7 +24,7 @@ from pipeline.errors import EngineError
 from pipeline.messages import Completion, PartialGroup, PromptGroup
 from pipeline.models.loading import context_length, load_model, load_tokenizer, resolve_device, resolve_dtype
 from pipeline.models.routing import RoutingRecorder
-from pipeline.models.weights import Staged, stage_weights
+from pipeline.models.weights import stage_weights
 from pipeline.weights import WeightState
 
 if TYPE_CHECKING:
@@ -123,14 +123,15 @@ class TransformersEngine:
         assert self._model is not None
         staged = await asyncio.to_thread(stage_weights, self._model, state)
         decoder = self._running()
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[float] = loop.create_future()
-        self._updates.add(done)
-        self._send(lambda: _replace(decoder, staged, state.weight_version, loop, done))
-        try:
-            return await done
-        finally:
-            self._updates.discard(done)
+        return await self._in_thread(lambda: decoder.replace_weights(staged, state.weight_version))
+
+    async def sleep(self) -> None:
+        """Leave the device between two steps, with weights, keys and values."""
+        await self._in_thread(self._running().sleep)
+
+    async def wake_up(self) -> None:
+        """Take the device again and go on."""
+        await self._in_thread(self._running().wake_up)
 
     async def close(self) -> None:
         """Stop the thread; what is still in flight ends with EngineError."""
@@ -172,6 +173,17 @@ class TransformersEngine:
             recorder=recorder,
         )
 
+    async def _in_thread(self, work: _Command) -> float:
+        """Do it between two steps; returns the seconds that generation stood still."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[float] = loop.create_future()
+        self._updates.add(done)
+        self._send(lambda: _do(work, loop, done))
+        try:
+            return await done
+        finally:
+            self._updates.discard(done)
+
     def _running(self) -> Decoder:
         if self._thread is None or self._decoder is None:
             raise EngineError("the engine is not running")
@@ -209,18 +221,12 @@ class TransformersEngine:
                 future.set_result(outcome)
 
 
-def _replace(
-    decoder: Decoder,
-    staged: Staged,
-    weight_version: int,
-    loop: asyncio.AbstractEventLoop,
-    done: asyncio.Future[float],
-) -> None:
+def _do(work: _Command, loop: asyncio.AbstractEventLoop, done: asyncio.Future[float]) -> None:
     """Runs in the decode thread; the answer is the time that generation stood still."""
     started = time.perf_counter()
     try:
-        decoder.replace_weights(staged, weight_version)
-    except Exception as error:  # noqa: BLE001  it rises where the update was asked for
+        work()
+    except Exception as error:  # noqa: BLE001  it rises where the work was asked for
         loop.call_soon_threadsafe(_settle, done, error)
         return
     loop.call_soon_threadsafe(_settle, done, time.perf_counter() - started)

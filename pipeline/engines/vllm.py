@@ -15,27 +15,23 @@ import gc
 import os
 import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.config import Config
-from pipeline.engines.architecture import end_token_ids
 from pipeline.engines.shared_weights import SharedWeights
 from pipeline.engines.vllm_adapters import Adapter, AdapterShelf
+from pipeline.engines.vllm_draws import Draws
+from pipeline.engines.vllm_model import ServedModel
 from pipeline.engines.vllm_options import engine_arguments, prepare_environment, require_installed
 from pipeline.engines.vllm_outputs import Draft, Segment, TokenCounter, all_of, drafts_of
-from pipeline.engines.vllm_requests import completion_text, sampling_values, token_limit
+from pipeline.engines.vllm_requests import completion_text, token_limit
 from pipeline.engines.vllm_start import draw_one_token, start_engine
 from pipeline.engines.vllm_updates import replace_weights
 from pipeline.errors import EngineError, EngineLostError, ModelError, WeightError
 from pipeline.logs import get_logger
 from pipeline.messages import Completion, PartialGroup, PromptGroup
-from pipeline.models.loading import context_length, load_skeleton, load_tokenizer, resolve_device, resolve_dtype
-from pipeline.models.routing import Routers, find_routers
-from pipeline.models.weights import stage_weights
-from pipeline.weights import WeightKind, WeightState
-
-if TYPE_CHECKING:
-    import torch
+from pipeline.models.loading import resolve_device, resolve_dtype
+from pipeline.weights import WeightState
 
 _ASK_AGAIN_S = 0.05
 
@@ -59,16 +55,12 @@ class VllmEngine:
         require_installed()
         self._config = config
         self._llm: Any = None
-        self._skeleton: torch.nn.Module | None = None
-        self._tokenizer: Any = None
-        self._context = 0
-        self._end_ids: tuple[int, ...] = ()
+        self._model: ServedModel | None = None
         self._shared = SharedWeights()
         self._adapters: AdapterShelf | None = None
         self._version: int | None = None
         self._counter = TokenCounter()
-        self._masks_from_logprobs = False
-        self._routers: Routers | None = None
+        self._draws: Draws | None = None
         self._sequences: set[_Sequence] = set()
         self._is_interrupted = False
         self._one_update = asyncio.Lock()
@@ -100,24 +92,25 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Load the model. Raises ModelError or ConfigError."""
-        await asyncio.to_thread(self._load)
+        self._model = model = await asyncio.to_thread(self._load)
         try:
-            await draw_one_token(self._llm, self._end_ids[0], model_path=self._config.model.path)
+            await draw_one_token(self._llm, model.end_ids[0], model_path=self._config.model.path)
         except ModelError:
             await self.close()
             raise
-        if self._config.lora.rank:
+        if self._config.lora.rank and model.merger is None:
             self._adapters = AdapterShelf(self._llm, self._config.lora)
 
     async def generate(self, prompt: PromptGroup, partial: PartialGroup | None = None) -> tuple[Completion, ...]:
         """`prompt.sampling.group_size` completions. Raises Interrupted, EngineError, or EngineLostError: vLLM ended."""
-        self._check_serving()
-        limit = token_limit(prompt, self._context)
-        drafts = drafts_of(prompt, partial, limit, self._routing(prompt))
+        model = self._check_serving()
+        limit = token_limit(prompt, model.context)
+        routers = model.routers if prompt.sampling.keep_routed_experts else None
+        drafts = drafts_of(prompt, partial, limit, (routers.num_experts, routers.layers) if routers else None)
         sequences = [_Sequence(draft=draft) for draft in drafts.values()]
         self._sequences.update(sequences)
         tasks = [
-            asyncio.create_task(self._complete(prompt, index, limit, sequence))
+            asyncio.create_task(self._complete(model, prompt, index, limit, sequence))
             for index, sequence in zip(drafts, sequences, strict=True)
         ]
         try:
@@ -140,9 +133,18 @@ class VllmEngine:
         """Check and copy while generation goes on, then replace between two steps; see the protocol.
 
         Cancelling it does not break off an update that has begun. Raises WeightError; where vLLM
-        failed in the middle of one, nothing is served until another version has been applied.
+        failed in the middle of one, nothing is served until another version has been applied. Raises
+        EngineLostError where that is not possible any more.
         """
         return await asyncio.shield(self._update(state))
+
+    async def sleep(self) -> None:
+        """Leave the device; requests stay, and what they had read is read again. On a CPU nothing is freed."""
+        await self._llm.sleep(level=1, mode="keep")
+
+    async def wake_up(self) -> None:
+        """Come back with the weights that were there."""
+        await self._llm.wake_up()
 
     async def close(self) -> None:
         """End vLLM's processes; what is still in flight ends with EngineError. Safe to call twice."""
@@ -157,14 +159,16 @@ class VllmEngine:
 
     # Generating
 
-    async def _complete(self, prompt: PromptGroup, index: int, limit: int, sequence: _Sequence) -> Completion | None:
+    async def _complete(
+        self, model: ServedModel, prompt: PromptGroup, index: int, limit: int, sequence: _Sequence
+    ) -> Completion | None:
         """One completion, in as many requests as there were moves to another adapter; None: it was interrupted."""
         try:
             while not self._is_interrupted:
                 segment = await self._segment(prompt, index, limit, sequence)
                 sequence.draft.append(segment)
                 if segment.reason is not None:
-                    text = completion_text(self._tokenizer, sequence.draft.token_ids, segment.stop_text)
+                    text = completion_text(model.tokenizer, sequence.draft.token_ids, segment.stop_text)
                     return sequence.draft.completion(segment.reason, text)
                 if not (sequence.is_moving or self._is_interrupted):
                     raise EngineError(f"group {prompt.group_id}: vLLM gave up a sequence")
@@ -173,80 +177,53 @@ class VllmEngine:
         finally:
             self._sequences.discard(sequence)
 
-    def _routing(self, prompt: PromptGroup) -> tuple[int, tuple[int, ...]] | None:
-        routers = self._routers if prompt.sampling.keep_routed_experts else None
-        return (routers.num_experts, routers.layers) if routers else None
-
     async def _segment(self, prompt: PromptGroup, index: int, limit: int, sequence: _Sequence) -> Segment:
-        from vllm.inputs.engine import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
+        assert self._draws is not None
         sequence.request_id = f"{prompt.group_id}-{index}-{uuid.uuid4().hex[:8]}"
         sequence.is_moving = False
-        adapter = sequence.adapter = self._adapters.newest if self._adapters else None
-        version = self._version
-        request = self._llm.generate(
-            # The salt keeps what an older version read out of the cache from being used for a newer one.
-            tokens_input([*prompt.prompt_token_ids.tolist(), *sequence.draft.token_ids], cache_salt=str(version)),
-            self._sampling_params(prompt, index, sequence.draft, limit),
-            sequence.request_id,
-            lora_request=adapter.request if adapter else None,
-        )
-        try:
-            outputs = [output async for output in request]  # one: the final
-        except EngineDeadError as error:
-            raise EngineLostError(f"vLLM has ended: {error}") from error
-        except (EngineGenerateError, ValueError) as error:
-            raise EngineError(f"group {prompt.group_id}: vLLM failed: {error.__cause__ or error}") from error
-        return Segment.of(
-            outputs[-1].outputs[0],
-            adapter_version=adapter.version if adapter else None,
-            has_all_logprobs=self._masks_from_logprobs and prompt.sampling.keep_sampling_mask,
+        sequence.adapter = self._adapters.newest if self._adapters else None
+        return await self._draws.segment(
+            prompt,
+            index,
+            sequence.draft,
+            limit=limit,
+            request_id=sequence.request_id,
+            version=self._version,
+            adapter=sequence.adapter,
         )
 
-    def _sampling_params(self, prompt: PromptGroup, index: int, draft: Draft, limit: int) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        so_far = draft.num_tokens
-        values = sampling_values(prompt, index, so_far=so_far, max_tokens=limit - so_far, end_ids=self._end_ids)
-        if self._masks_from_logprobs and prompt.sampling.keep_sampling_mask:
-            values["logprobs"] = -1
-        return SamplingParams(
-            **values,
-            flat_logprobs=True,
-            routed_experts_prompt_start=draft.num_routed,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
-        )
-
-    def _check_serving(self) -> None:
-        if self._llm is None:
+    def _check_serving(self) -> ServedModel:
+        if self._llm is None or self._model is None:
             raise EngineError("the engine is not running")
         if self._version is None:
             raise EngineError("no verified weights are being served; apply_weights comes first")
+        return self._model
 
     # Updating
 
     async def _update(self, state: WeightState) -> float:
         async with self._one_update:
-            if self._llm is None or self._skeleton is None:
+            if self._llm is None or self._model is None:
                 raise EngineError("the engine is not running")
             if self._version is not None and state.weight_version < self._version:
                 raise WeightError(f"version {state.weight_version} is older than version {self._version} being served")
-            await asyncio.to_thread(stage_weights, self._skeleton, state)
-            if state.kind is WeightKind.ADAPTER:
-                assert self._adapters is not None
+            # What an adapter leaves alone is in the engine once it has been given everything.
+            has_everything = self._version is not None
+            state = await asyncio.to_thread(self._model.checked, state, only_touched=has_everything)
+            if self._adapters is not None:
                 return await self._load_adapter(self._adapters, state)
-            return await self._replace_all(state)
+            return await self._replace(state)
 
-    async def _replace_all(self, state: WeightState) -> float:
+    async def _replace(self, state: WeightState) -> float:
         shared = await asyncio.to_thread(self._shared.write, state)
         is_recomputed = self._config.generation.kv_on_update == "recompute"
         try:
             pause_s = await replace_weights(self._llm, shared, state.weight_version, is_recomputed=is_recomputed)
         except WeightError as error:
             await self._quarantine(state.weight_version, error)
+            raise
+        except EngineLostError:
+            self._version = None
             raise
         self._version = state.weight_version
         return pause_s
@@ -281,22 +258,21 @@ class VllmEngine:
     # Starting
 
     def _shut_down(self) -> None:
-        llm, self._llm, self._adapters = self._llm, None, None
+        llm, self._llm, self._adapters, self._draws = self._llm, None, None, None
         llm.shutdown()
 
-    def _load(self) -> None:
+    def _load(self) -> ServedModel:
         config = self._config
         prepare_environment(config.generation, os.environ)
         device = resolve_device(config.generation.device)
-        self._tokenizer = load_tokenizer(config.model)
-        self._skeleton = load_skeleton(config.model, config.lora)
-        self._routers = find_routers(self._skeleton) if config.generation.replay_routing else None
-        self._end_ids = end_token_ids(self._skeleton, self._tokenizer)
-        self._context = context_length(config.model, self._skeleton.config)  # type: ignore[arg-type]
+        dtype = resolve_dtype(config.generation.dtype, device)
+        model = ServedModel.load(config, dtype=dtype)
         arguments = engine_arguments(
             config,
-            dtype=str(resolve_dtype(config.generation.dtype, device)).removeprefix("torch."),
-            context=self._context,
+            dtype=str(dtype).removeprefix("torch."),
+            context=model.context,
             is_cpu=device.type == "cpu",
         )
-        self._llm, self._masks_from_logprobs = start_engine(arguments, self._counter)
+        self._llm, masks_from_logprobs = start_engine(arguments, self._counter)
+        self._draws = Draws(llm=self._llm, end_ids=model.end_ids, masks_from_logprobs=masks_from_logprobs)
+        return model

@@ -32,6 +32,7 @@ _DECIDED = {
     "enable_return_routed_experts": "generation.replay_routing",
     "logprobs_mode": "the trainer, which needs those of the distribution that was sampled",
     "weight_transfer_config": "the weight channel",
+    "enable_sleep_mode": "run.topology",
 }
 MIN_BATCHED_TOKENS = 4096
 _MAX_STALE_ADAPTERS = 6
@@ -77,6 +78,8 @@ def engine_arguments(config: Config, *, dtype: str, context: int, is_cpu: bool) 
         "enable_return_routed_experts": generation.replay_routing,
         "use_tqdm_on_load": False,
     }
+    if config.is_colocated and not is_cpu:
+        arguments["enable_sleep_mode"] = True
     if is_cpu:
         # Its sampler cannot seed a prompt that is read in two parts, so none is ever split.
         arguments |= {
@@ -84,7 +87,7 @@ def engine_arguments(config: Config, *, dtype: str, context: int, is_cpu: bool) 
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(context, generation.max_num_seqs, MIN_BATCHED_TOKENS),
         }
-    if config.lora.rank:
+    if config.lora.rank and not config.merges_lora:
         arguments |= {"enable_lora": True, "max_lora_rank": _lora_rank_size(config.lora.rank)}
         arguments["max_loras"] = min(config.staleness.max_staleness, _MAX_STALE_ADAPTERS) + 2
     return arguments | given

@@ -21,10 +21,12 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from pipeline.config import LoraSettings, ModelSettings
 from pipeline.engines.shared_weights import SharedReader, SharedTensor
-from pipeline.engines.vllm_pull import WeightPull
+from pipeline.engines.vllm_pull import Base, WeightPull
 from pipeline.errors import WeightError
 from pipeline.models.weights import dtype_named, host_tensor
+from pipeline.weights import WeightKind
 
 OWNED_S = 15.0
 
@@ -36,7 +38,8 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     shared, proof: memory of `SharedWeights.write`, only to find out whether it can be mapped here, and
     its content in hexadecimal digits, since another machine may have something else under the same path.
     publisher, settings: fields of `Endpoints` and `WeightSettings`; the worker begins to fetch the
-    newest version above `newer_than`, and goes on generating. owner: takes the worker for itself for
+    newest version above `newer_than`, and goes on generating. lora: fields of `LoraSettings`, where it
+    fetches adapters and is to merge them into the weights below. owner: takes the worker for itself for
     `OWNED_S`, or keeps it; two that give weights at once would label each other's tokens.
     """
 
@@ -46,6 +49,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     publisher: Mapping[str, str] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     newer_than: int = -1
+    lora: Mapping[str, Any] | None = None
 
 
 @dataclass
@@ -86,7 +90,12 @@ class RollstreamTransfer(WeightTransferEngine):  # type: ignore[misc]
             if found.hex() != init_info.proof:
                 raise WeightError(f"{init_info.shared['path']} is not the memory that was meant")
         if init_info.publisher is not None:
-            self._pull.follow(init_info.publisher, init_info.settings, newer_than=init_info.newer_than)
+            self._pull.follow(
+                init_info.publisher,
+                init_info.settings,
+                newer_than=init_info.newer_than,
+                base=self._base(init_info.lora) if init_info.lora else None,
+            )
 
     def start_weight_update(self) -> None:
         """Nothing to do: the model is opened for loading when the tensors are there."""
@@ -117,12 +126,20 @@ class RollstreamTransfer(WeightTransferEngine):  # type: ignore[misc]
             raise WeightError("another generator gives it weights; a server belongs to one")
         self._owner, self._owned_until = owner, now + OWNED_S
 
+    def _base(self, lora: Mapping[str, Any]) -> Base:
+        """What adapters are merged into: the checkpoint that this worker serves."""
+        config = self.model_config
+        model = ModelSettings(path=config.model, trust_remote_code=config.trust_remote_code)
+        return Base(model=model, lora=LoraSettings.model_validate(lora), dtype=config.dtype)
+
     def _tensors(self, update_info: UpdateInfo) -> list[tuple[str, torch.Tensor]]:
         if update_info.shared is not None:
             return [(item.name, _tensor(item, data)) for item, data in self._reader.read(update_info.shared)]
         if update_info.pulled is None:
             raise WeightError("the update names neither shared memory nor a version that was fetched")
         state = self._pull.take(update_info.pulled)
+        if state.kind is not WeightKind.SNAPSHOT:
+            raise WeightError(f"version {update_info.pulled} is of kind {state.kind.value}, vLLM takes full weights")
         return [(name, host_tensor(tensor)) for name, tensor in state.tensors.items()]
 
     def finish_weight_update(self) -> None:

@@ -17,7 +17,7 @@ async def replace_weights(llm: Any, shared: Mapping[str, Any], weight_version: i
     """Pause, apply in the workers, label, resume; returns the seconds of the pause.
 
     shared: what `SharedWeights.write` returned. is_recomputed: keys and values of the tokens so far are
-    made anew. Raises EngineLostError, or WeightError: nobody knows then which weights there are.
+    made anew. Raises WeightError: nobody knows then which weights there are; EngineLostError: nor will be.
     """
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
     from vllm.v1.engine.exceptions import EngineDeadError
@@ -34,5 +34,9 @@ async def replace_weights(llm: Any, shared: Mapping[str, Any], weight_version: i
     except EngineDeadError as error:
         raise EngineLostError(f"vLLM has ended: {error}") from error
     except Exception as error:
-        raise WeightError(f"vLLM could not apply weights {weight_version}: {error}") from error
+        reason = f"vLLM could not apply weights {weight_version}: {error}"
+        if llm.vllm_config.parallel_config.world_size > 1:
+            # Where one of several workers fails, vLLM takes the others' answers for those to its next questions.
+            raise EngineLostError(f"{reason}; with several workers it cannot go on after that") from error
+        raise WeightError(reason) from error
     return time.perf_counter() - started

@@ -43,6 +43,9 @@ class Learner(Protocol):
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue from what `state_dict` gave."""
 
+    def leave_device(self) -> None:
+        """Move all to host memory, so that another process can use the device. A step takes it again."""
+
     def save_model(self, directory: Path) -> None:
         """Write the current weights as a Hugging Face directory (or adapter) that others can load."""
 

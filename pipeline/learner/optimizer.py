@@ -40,6 +40,7 @@ class Optimizer:
             lr=trainer.learning_rate,
             betas=(trainer.beta1, trainer.beta2),
         )
+        self._is_on_gpu = any(parameter.is_cuda for parameter in self._parameters.values())
         self._num_steps = 0
 
     def step(self, loss: Tensor) -> Update:
@@ -63,6 +64,12 @@ class Optimizer:
         self._adamw.zero_grad(set_to_none=True)
         self._num_steps += 1
         return Update(grad_norm=0.0, learning_rate=learning_rate(self._trainer, self._num_steps - 1), is_applied=False)
+
+    def move(self, device: torch.device) -> None:
+        """The moments to another device; the weights go with their model."""
+        for state in self._adamw.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = state[name].to(device)
 
     def state_dict(self) -> dict[str, object]:
         """Weights, moments, step and random state; tensors, numbers, lists and dicts only.
@@ -91,10 +98,6 @@ class Optimizer:
         torch.set_rng_state(cast(Tensor, state["rng"]).cpu())
         if "cuda_rng" in state and self._is_on_gpu:
             torch.cuda.set_rng_state_all([rng.cpu() for rng in cast("list[Tensor]", state["cuda_rng"])])
-
-    @property
-    def _is_on_gpu(self) -> bool:
-        return any(parameter.is_cuda for parameter in self._parameters.values())
 
     def _check(self, weights: Mapping[str, Tensor]) -> None:
         ours = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}

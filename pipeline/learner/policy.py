@@ -59,6 +59,7 @@ class PolicyLearner:
         self._optimizer = Optimizer(policy.model, trainer)
         self._model_settings = model
         self._wire_dtype = wire_dtype
+        self._device = policy.device
         self._warned: set[str] = set()
 
     @classmethod
@@ -95,6 +96,7 @@ class PolicyLearner:
 
     def step(self, groups: Sequence[ScoredGroup], *, trainer_version: int) -> dict[str, float]:
         """One optimiser step on `groups`; returns metrics. See `pipeline.learner.Learner`."""
+        self._move(self._device)
         loss, metrics = self.accumulate(groups, trainer_version=trainer_version)
         num_tokens = metrics["trained_tokens"]
         update = self._optimizer.step(loss) if num_tokens else self._optimizer.skip()
@@ -133,6 +135,17 @@ class PolicyLearner:
             "unreplayed_tokens": float(num_unreplayed),
             "unrouted_tokens": float(num_unrouted),
         }
+
+    def leave_device(self) -> None:
+        """Move model, reference and moments to host memory; the next step takes the device again."""
+        self._move(torch.device("cpu"))
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _move(self, device: torch.device) -> None:
+        if self.policy.device != device:
+            self.policy.move(device)
+            self._optimizer.move(device)
 
     @property
     def num_weight_bytes(self) -> int:

@@ -58,6 +58,9 @@ class ScriptedLearner:
         """The number of steps."""
         return {"num_steps": self._num_steps}
 
+    def leave_device(self) -> None:
+        """It has none."""
+
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue from what `state_dict` gave."""
         num_steps = state["num_steps"]

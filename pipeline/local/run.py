@@ -203,8 +203,10 @@ def worker_specs(
     config: Config, crew: Crew, command: tuple[str, ...], config_file: Path, environ: Mapping[str, str]
 ) -> list[WorkerSpec]:
     """The processes of a run, in data-flow order, the cores and GPUs divided among them."""
-    threads = max(1, available_cores() // (crew.num_generators + 1))
-    gpus = visible_gpus(environ)
+    # Who takes turns with the others does not compute at the same time, and on the same device.
+    num_at_once = crew.num_generators if config.is_colocated else crew.num_generators + 1
+    threads = max(1, available_cores() // num_at_once)
+    gpus = [] if config.is_colocated else visible_gpus(environ)
     shared = {"REDIS_URL": config.redis.url.get_secret_value(), **_colours(environ)}
 
     def spec(role: str, name: str, extra: Mapping[str, str]) -> WorkerSpec:

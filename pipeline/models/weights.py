@@ -34,7 +34,7 @@ def export_weights(
     kind: defaults to `weight_kind(model)`. dtype: convert to it; None keeps each tensor's own.
     """
     return {
-        name: _to_host(parameter, dtype) for name, parameter in _travelling(model, kind or weight_kind(model)).items()
+        name: to_host(parameter, dtype) for name, parameter in _travelling(model, kind or weight_kind(model)).items()
     }
 
 
@@ -95,7 +95,8 @@ def _travelling(model: torch.nn.Module, kind: WeightKind) -> dict[str, torch.nn.
     }
 
 
-def _to_host(parameter: torch.Tensor, dtype: torch.dtype | None) -> HostTensor:
+def to_host(parameter: torch.Tensor, dtype: torch.dtype | None) -> HostTensor:
+    """In host memory; where it is there already, no copy. dtype: convert to it; None keeps the tensor's own."""
     host = parameter.detach().to("cpu", dtype or parameter.dtype).contiguous()
     return HostTensor(
         dtype=str(host.dtype).removeprefix("torch."),

@@ -67,6 +67,12 @@ class Policy:
         """Where the model lives."""
         return next(self.model.parameters()).device
 
+    def move(self, device: torch.device) -> None:
+        """The model, and its reference where there is one, to another device."""
+        models: list[nn.Module] = [self.model, *([self._reference] if self._reference is not None else [])]
+        for model in models:
+            model.to(device)
+
     @property
     def is_chunked(self) -> bool:
         """Whether logits are made a chunk at a time, which bounds memory."""

@@ -26,6 +26,7 @@ __all__ = ["fingerprint", "load_config", "mask_url", "masked", "render_reference
 
 _AGREED = (
     "run.seed",
+    "run.topology",
     "model.path",
     "model.max_context",
     "model.chat_template",

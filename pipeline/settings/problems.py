@@ -80,6 +80,11 @@ def disagreements(config: Config) -> list[str]:
         )
     if config.weights.port and config.weights.port == config.weights.announce_port:
         problems.append(f"weights.announce_port = {config.weights.port}: weights.port is the same; use two, or 0")
+    if config.weights.store and config.weights.relay:
+        problems.append(
+            f"weights.relay = true: with weights.store = {config.weights.store!r} every machine reads the store "
+            "itself; set it to false"
+        )
     if config.evaluation.every_steps and not config.data.eval_path:
         problems.append(
             f"evaluation.every_steps = {config.evaluation.every_steps}: data.eval_path is empty; "
@@ -90,6 +95,16 @@ def disagreements(config: Config) -> list[str]:
 
 def _engine_problems(config: Config) -> list[str]:
     engine = config.generation.engine
+    if config.is_colocated and engine in {"scripted", "openai"}:
+        return [
+            f'run.topology = "colocated": generation.engine = "{engine}" has no device of this machine to give up; '
+            'set it to "transformers" or "vllm", or run.topology = "disaggregated"'
+        ]
+    if config.is_colocated and config.generation.device != config.trainer.device:
+        return [
+            f'run.topology = "colocated": generation.device = "{config.generation.device}" and trainer.device = '
+            f'"{config.trainer.device}" are not one device; make them equal, or set run.topology = "disaggregated"'
+        ]
     if config.generation.replay_routing and engine in {"scripted", "openai"}:
         return [
             f'generation.replay_routing = true: generation.engine = "{engine}" tells no experts; set it to false, '

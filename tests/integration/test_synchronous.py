@@ -70,10 +70,12 @@ async def _plain_loop(config: Config, directory: Path) -> None:
     learner.save_model(directory)
 
 
+@pytest.mark.parametrize("topology", ["disaggregated", "colocated"])
 async def test_zero_staleness_equals_a_synchronous_loop_bit_for_bit(
-    tmp_path: Path, valkey_url: str, run_name: str
+    tmp_path: Path, valkey_url: str, run_name: str, topology: str
 ) -> None:
-    async with running(tmp_path, valkey_url, run_name, *_settings(tmp_path)) as run:
+    words = [*_settings(tmp_path), f"run.topology='{topology}'"]
+    async with running(tmp_path, valkey_url, run_name, *words) as run:
         trainer = run.start_all()
         await _plain_loop(run.config, tmp_path / "plain")
         assert await run.until_exit(trainer, deadline_s=100) == [0]

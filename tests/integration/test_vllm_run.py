@@ -15,6 +15,7 @@ import pytest
 from pipeline.engines.vllm_options import installed_version
 from tests.integration.harness import Run, running
 from tests.integration.processes import Worker
+from tests.integration.turns import assert_apart, turns_of
 from tests.tiny import make_tiny_model
 
 pytestmark = [
@@ -84,6 +85,19 @@ async def test_weights_change_in_mid_sequence_and_the_trainer_finds_what_was_gen
                 versions = [version for version, _ in item["versions"]]
                 assert versions == sorted(set(versions))
                 assert item["versions"][0][1] == 0
+
+
+async def test_vllm_and_the_trainer_take_turns_on_one_device(tmp_path: Path, valkey_url: str, run_name: str) -> None:
+    words = [*settings(tmp_path, max_steps=6, learning_rate=1e-30, device="'cpu'"), "run.topology='colocated'"]
+    async with running(tmp_path, valkey_url, run_name, *words, "worker.log_level='debug'") as run:
+        trainer, generator = run.start("trainer"), run.start("generator")
+        run.start("scorer")
+        await run.until_over(deadline_s=STARTS_S)
+        ledger = await run.ledger()
+        assert (ledger.trained, ledger.live) == (12, 0)
+        assert_apart([*turns_of(trainer), *turns_of(generator)])
+        for row in run.steps:
+            assert row["importance_ratio_mean"] == pytest.approx(1.0, abs=1e-3)
 
 
 async def test_a_generator_that_is_drained_or_killed_takes_all_of_vllm_along(

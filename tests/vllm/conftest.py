@@ -1,23 +1,29 @@
-"""Real vLLM engines on tiny models. One takes half a minute to start, so a module shares one."""
+"""Real vLLM engines on tiny models. One takes half a minute to start, so the tests of a module share one.
+
+No test needs another: whichever comes first finds an engine with weights, also after one that ended it.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import pytest_asyncio
 import torch
 
 from pipeline.config import Config, LoraSettings, ModelSettings
 from pipeline.engines.vllm import VllmEngine
 from pipeline.engines.vllm_options import installed_version
+from pipeline.errors import EngineError
 from pipeline.messages import Completion, PromptGroup
-from tests.engines.conftest import load, plain_logits
+from tests.engines.conftest import group_of, load, plain_logits
 from tests.tiny import make_tiny_model
+from tests.vllm.history import History
 
 STARTS_S = 300  # one engine on a busy machine
 
@@ -51,12 +57,14 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def started(path: Path, *, rank: int = 0, max_staleness: int = 2, **generation: Any) -> AsyncIterator[VllmEngine]:
+async def started(
+    path: Path, *, lora: LoraSettings | None = None, max_staleness: int = 2, **generation: Any
+) -> AsyncIterator[VllmEngine]:
     """An engine on the CPU with one thread, without weights that it may serve."""
     config = Config.model_validate(
         {
             "model": {"path": str(path)},
-            "lora": {"rank": rank},
+            "lora": (lora or LoraSettings()).model_dump(),
             "staleness": {"max_staleness": max_staleness},
             "generation": {"engine": "vllm", "device": "cpu", "num_threads": 1, "max_num_seqs": 32} | generation,
         }
@@ -69,19 +77,52 @@ async def started(path: Path, *, rank: int = 0, max_staleness: int = 2, **genera
         await engine.close()
 
 
-def trainer_model(path: Path, rank: int = 0) -> torch.nn.Module:
+class Kept:
+    """The engine of a module and all that it was given. refusal: what it said when it had no weights yet."""
+
+    def __init__(self, start: Callable[[], AbstractAsyncContextManager[VllmEngine]], history: History) -> None:
+        self.refusal = ""
+        self._start, self._history = start, history
+        self._stack = AsyncExitStack()
+        self._engine: VllmEngine | None = None
+
+    async def engine(self) -> VllmEngine:
+        """It serves the newest weights of the history; started where there is none."""
+        if self._engine is None:
+            self._engine = await self._stack.enter_async_context(self._start())
+            assert self._engine.weight_version is None
+            with pytest.raises(EngineError) as caught:
+                await self._engine.generate(group_of([5, 6, 7]))
+            self.refusal = str(caught.value)
+        if self._engine.weight_version is None:
+            newest = self._history.newest
+            await self._engine.apply_weights(self._history.next() if newest < 0 else self._history.state(newest))
+        return self._engine
+
+    async def end(self) -> None:
+        """Close it; who asks next gets another."""
+        self._engine = None
+        await self._stack.aclose()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(kept: Kept) -> VllmEngine:
+    """The module's engine, with the newest weights of its history. The module says which: its fixture `kept`."""
+    return await kept.engine()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def last_engine(kept: Kept) -> AsyncIterator[VllmEngine]:
+    """The same, for a test that ends it."""
+    try:
+        yield await kept.engine()
+    finally:
+        await kept.end()
+
+
+def trainer_model(path: Path, lora: LoraSettings | None = None) -> torch.nn.Module:
     """The trainer's copy."""
-    return load(ModelSettings(path=str(path)), LoraSettings(rank=rank))
-
-
-def stepped(model: torch.nn.Module, *, seed: int, amount: float) -> torch.nn.Module:
-    """The model after a step in a random direction of whatever is trained, in place."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(amount * torch.randn(parameter.shape, generator=generator))
-    return model
+    return load(ModelSettings(path=str(path)), lora)
 
 
 def drawn_logprobs(model: torch.nn.Module, prompt: PromptGroup, completion: Completion) -> np.ndarray[Any, Any]:

@@ -8,7 +8,16 @@ import torch
 
 from pipeline.weights import WeightState
 from tests.engines.conftest import state_of
-from tests.vllm.conftest import stepped
+
+
+def stepped(model: torch.nn.Module, *, seed: int, amount: float) -> torch.nn.Module:
+    """The model after a step in a random direction of whatever is trained, in place."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(amount * torch.randn(parameter.shape, generator=generator))
+    return model
 
 
 class History:

@@ -59,10 +59,15 @@ class Server:
                 start_new_session=True,
             )
 
+    @property
+    def is_running(self) -> bool:
+        """Whether its process is there."""
+        return self._process.poll() is None
+
     def wait_until_healthy(self) -> None:
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
-            assert self._process.poll() is None, self._log.read_text()[-3000:]
+            assert self.is_running, self._log.read_text()[-3000:]
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=5):
                     return

@@ -14,27 +14,32 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from pipeline.config import LoraSettings
+from pipeline.engines import Interrupted
 from pipeline.engines.vllm import VllmEngine
 from pipeline.errors import WeightError
 from tests.engines.conftest import group_of, state_of
-from tests.vllm.conftest import largest_gap, started, trainer_model
+from tests.vllm.conftest import Kept, largest_gap, started, trainer_model
+from tests.vllm.handover import TOP_K, assert_handed_over, transformers_engine
 from tests.vllm.history import History
 
 TOLERANCE = 1e-4
 MAX_STALENESS = 1
+LORA = LoraSettings(rank=8)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(model_path: Path) -> AsyncIterator[VllmEngine]:
-    async with started(model_path, rank=8, max_staleness=MAX_STALENESS) as engine:
-        yield engine
-
-
 @pytest.fixture(scope="module")
 def history(model_path: Path) -> History:
-    return History(trainer_model(model_path, rank=8), amount=0.02)
+    return History(trainer_model(model_path, LORA), amount=0.02)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def kept(model_path: Path, history: History) -> AsyncIterator[Kept]:
+    kept = Kept(lambda: started(model_path, lora=LORA, max_staleness=MAX_STALENESS, top_k=TOP_K), history)
+    yield kept
+    await kept.end()
 
 
 async def test_a_new_adapter_changes_the_output_to_the_trainers(engine: VllmEngine, history: History) -> None:
@@ -93,3 +98,17 @@ async def test_full_weights_are_refused_where_an_adapter_is_trained(
         await engine.apply_weights(state_of(trainer_model(model_path), history.newest + 1))
     group = group_of([5, 6, 7])
     assert largest_gap(history.model, group, await engine.generate(group)) < TOLERANCE
+
+
+async def test_what_another_engine_began_goes_on_here(engine: VllmEngine, history: History, model_path: Path) -> None:
+    async with transformers_engine(model_path, history.state(history.newest), LORA) as first:
+        await assert_handed_over(first, engine, history, ordinal=40)
+
+
+async def test_what_is_left_here_goes_on_in_another_engine(
+    last_engine: VllmEngine, history: History, model_path: Path
+) -> None:
+    async with transformers_engine(model_path, history.state(history.newest), LORA) as second:
+        await assert_handed_over(last_engine, second, history, ordinal=50)
+    with pytest.raises(Interrupted):
+        await last_engine.generate(group_of([5, 6], ordinal=60))

@@ -16,25 +16,21 @@ import pytest
 import pytest_asyncio
 import torch
 
+from pipeline.engines import Interrupted
 from pipeline.engines.shared_weights import SharedWeights
 from pipeline.engines.vllm import VllmEngine
 from pipeline.errors import EngineError, WeightError
 from pipeline.messages import FinishReason
 from pipeline.weights import WeightState
 from tests.engines.conftest import group_of, plain_logits
-from tests.vllm.conftest import largest_gap, started, trainer_model
+from tests.vllm.conftest import Kept, largest_gap, started, trainer_model
+from tests.vllm.handover import assert_handed_over, transformers_engine
 from tests.vllm.history import History
+from tests.weights.states import until
 
 TOLERANCE = 1e-4
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(model_path: Path) -> AsyncIterator[VllmEngine]:
-    """Recomputes keys and values at every update, so that each token can be checked against one model."""
-    async with started(model_path, kv_on_update="recompute", top_p=0.8) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +39,17 @@ def history(model_path: Path) -> History:
     return History(trainer_model(model_path), amount=0.02)
 
 
-async def test_nothing_is_drawn_before_the_first_verified_weights(engine: VllmEngine) -> None:
-    assert engine.weight_version is None
-    with pytest.raises(EngineError, match="apply_weights"):
-        await engine.generate(group_of([5, 6, 7]))
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def kept(model_path: Path, history: History) -> AsyncIterator[Kept]:
+    """Recomputes keys and values at every update, so that each token can be checked against one model."""
+    kept = Kept(lambda: started(model_path, kv_on_update="recompute", top_p=0.8), history)
+    yield kept
+    await kept.end()
+
+
+async def test_nothing_is_drawn_before_the_first_verified_weights(engine: VllmEngine, kept: Kept) -> None:
+    assert engine.weight_version is not None
+    assert "apply_weights comes first" in kept.refusal
 
 
 async def test_logprobs_equal_the_trainers_after_every_update_with_tied_embeddings(
@@ -86,6 +89,25 @@ async def test_an_update_in_mid_sequence_leaves_every_token_with_its_own_version
     for group, result in zip(groups, results, strict=True):
         assert largest_gap(history.model, group, result) < TOLERANCE
     assert engine.num_unfinished_seqs == 0
+
+
+async def test_nothing_is_drawn_while_it_sleeps_and_nothing_is_lost(engine: VllmEngine, history: History) -> None:
+    groups = [group_of([9, 10], ordinal=30 + number, max_tokens=100, group_size=8) for number in range(2)]
+    start, old = engine.num_tokens_generated, history.newest
+    running = [asyncio.create_task(engine.generate(group)) for group in groups]
+    await until(lambda: engine.num_tokens_generated > start + 100)
+    await engine.sleep()
+    running.append(asyncio.create_task(engine.generate(group_of([9, 11], ordinal=32))))
+    assert running[-1] not in (await asyncio.wait(running, timeout=0.3))[0]
+    before = engine.num_tokens_generated
+    assert running[-1] not in (await asyncio.wait(running, timeout=0.3))[0]
+    assert engine.num_tokens_generated == before
+    await engine.wake_up()
+    await engine.apply_weights(history.next())
+    results = [await task for task in running]
+    assert {span.weight_version for result in results for item in result for span in item.spans} == {old, old + 1}
+    for group, result in zip(groups, results, strict=False):
+        assert largest_gap(history.model, group, result) < TOLERANCE
 
 
 async def test_the_same_prompt_under_two_versions_shares_no_prefix(engine: VllmEngine, history: History) -> None:
@@ -177,7 +199,8 @@ async def test_a_stop_text_ends_a_completion_and_is_cut_from_its_text(engine: Vl
 async def test_cancelling_frees_the_sequences_and_leaves_the_others_alone(engine: VllmEngine) -> None:
     kept = asyncio.create_task(engine.generate(group_of([5, 6], ordinal=80, max_tokens=60)))
     gone = asyncio.create_task(engine.generate(group_of([5, 6], ordinal=81, max_tokens=100)))
-    await asyncio.sleep(0.05)
+    before = engine.num_tokens_generated
+    await until(lambda: engine.num_tokens_generated > before)
     gone.cancel()
     with pytest.raises(asyncio.CancelledError):
         await gone
@@ -213,7 +236,8 @@ async def test_an_update_that_breaks_off_stops_the_engine_until_another_heals_it
     engine: VllmEngine, history: History, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_flight = asyncio.create_task(engine.generate(group_of([5, 6], ordinal=100, max_tokens=120)))
-    await asyncio.sleep(0.05)
+    before = engine.num_tokens_generated
+    await until(lambda: engine.num_tokens_generated > before)
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_shared", Torn())
         with pytest.raises(WeightError, match="could not apply"):
@@ -242,3 +266,17 @@ async def test_an_update_goes_through_although_who_asked_for_it_was_cancelled(
     assert engine.weight_version == history.newest
     group = group_of([5, 6], ordinal=110)
     assert largest_gap(history.model, group, await engine.generate(group)) < TOLERANCE
+
+
+async def test_what_another_engine_began_goes_on_here(engine: VllmEngine, history: History, model_path: Path) -> None:
+    async with transformers_engine(model_path, history.state(history.newest)) as first:
+        await assert_handed_over(first, engine, history, ordinal=120)
+
+
+async def test_what_is_left_here_goes_on_in_another_engine(
+    last_engine: VllmEngine, history: History, model_path: Path
+) -> None:
+    async with transformers_engine(model_path, history.state(history.newest)) as second:
+        await assert_handed_over(last_engine, second, history, ordinal=130)
+    with pytest.raises(Interrupted):
+        await last_engine.generate(group_of([5, 6], ordinal=140))

@@ -11,20 +11,23 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from pipeline.config import Config, ModelSettings, WeightSettings
+from pipeline.config import LoraSettings, ModelSettings, WeightSettings
 from pipeline.engines.openai import OpenAiEngine
 from pipeline.errors import ConfigError, EngineError, EngineLostError, WeightError
 from pipeline.messages import Completion, PromptGroup
-from pipeline.weights import Endpoints, WeightPublisher
-from tests.engines.conftest import group_of, load, plain_logits, shifted, state_of
+from pipeline.weights import Endpoints, WeightPublisher, WeightState
+from tests.engines.conftest import group_of, load, shifted, state_of
 from tests.tiny import make_tiny_model
+from tests.vllm.answers import assert_drawn_by, assert_logprobs_of, assert_serves, config_for
+from tests.vllm.history import stepped
 from tests.vllm.server import Server
 
 pytest.importorskip("aiohttp")
+from pipeline.engines.openai_server import RemoteServer
+
+LORA = LoraSettings(rank=4)
 
 
 @pytest.fixture(scope="module")
@@ -34,19 +37,20 @@ def model(model_path: Path) -> ModelSettings:
 
 
 @pytest.fixture(scope="module")
-def server(model: ModelSettings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Starts once for all tests, and is killed in the end."""
-    started = Server(model, tmp_path_factory.mktemp("server") / "log")
-    try:
-        started.wait_until_healthy()
-        yield started
-    finally:
-        started.kill()
+def servers() -> Iterator[list[Server]]:
+    """All that were started, the last of which may run; killed in the end."""
+    yield (started := [])
+    for server in started:
+        server.kill()
 
 
-def config_for(model: ModelSettings, *urls: str, **openai: object) -> Config:
-    generation = {"engine": "openai", "openai": {"urls": list(urls), "stall_s": 20.0} | openai}
-    return Config.model_validate({"model": model.model_dump(), "generation": generation})
+@pytest.fixture
+def server(servers: list[Server], model: ModelSettings, tmp_path_factory: pytest.TempPathFactory) -> Server:
+    """One for all tests, and another after one that killed it."""
+    if not servers or not servers[-1].is_running:
+        servers.append(Server(model, tmp_path_factory.mktemp("server") / "log"))
+        servers[-1].wait_until_healthy()
+    return servers[-1]
 
 
 @pytest.fixture
@@ -59,14 +63,6 @@ async def engine(server: Server, model: ModelSettings) -> AsyncIterator[OpenAiEn
         yield started
     finally:
         await started.close()
-
-
-def assert_drawn_by(trainer: torch.nn.Module, group: PromptGroup, completion: Completion) -> None:
-    """Logprobs are those of a plain forward pass of the trainer's model."""
-    ids = torch.tensor(completion.token_ids.astype(np.int64))[:, None]
-    scaled = plain_logits(trainer, group, completion) / group.sampling.temperature
-    expected = scaled.log_softmax(-1).gather(1, ids)[:, 0].numpy()
-    np.testing.assert_allclose(completion.generator_logprobs, expected, atol=1e-4)
 
 
 async def test_logprobs_are_the_trainers_before_and_after_updates(engine: OpenAiEngine, model: ModelSettings) -> None:
@@ -84,6 +80,21 @@ async def test_logprobs_are_the_trainers_before_and_after_updates(engine: OpenAi
             assert_drawn_by(trainer, group, completion)
 
 
+async def test_adapters_are_merged_into_what_the_server_serves(server: Server, model: ModelSettings) -> None:
+    trainer = load(model, LORA)
+    engine = OpenAiEngine(config_for(model, server.url, lora=LORA))
+    try:
+        await engine.start()
+        for version in range(2):
+            await engine.apply_weights(state_of(stepped(trainer, seed=version, amount=0.05), version))
+            group = group_of([4, 5, 6], ordinal=version, temperature=0.8)
+            for completion in await engine.generate(group):
+                assert set(completion.token_versions) == {version}
+                assert_drawn_by(trainer, group, completion)
+    finally:
+        await engine.close()
+
+
 async def test_the_same_group_is_completed_in_the_same_way(engine: OpenAiEngine) -> None:
     first, again = [await engine.generate(group_of([4, 5, 6], ordinal=3)) for _ in range(2)]
     assert [c.token_ids.tolist() for c in first] == [c.token_ids.tolist() for c in again]
@@ -92,12 +103,28 @@ async def test_the_same_group_is_completed_in_the_same_way(engine: OpenAiEngine)
 async def test_sequences_in_flight_go_on_and_say_which_weights_drew_which_token(
     engine: OpenAiEngine, model: ModelSettings
 ) -> None:
-    old, new = load(model), state_of(shifted(load(model), 0.05), 7)
+    trainers = [load(model)]
+    crossed: list[tuple[PromptGroup, Completion]] = []
+    async with asyncio.timeout(120):
+        while not crossed:  # on a busy machine nothing may be in flight at the very instant of an update
+            trainers.append(shifted(load(model), 0.05, seed=len(trainers)))
+            crossed = await crossing(engine, state_of(trainers[-1], len(trainers) - 1))
+    for group, completion in crossed:
+        num_old = completion.spans[1].first_token
+        head = dataclasses.replace(
+            completion,
+            token_ids=completion.token_ids[:num_old],
+            generator_logprobs=completion.generator_logprobs[:num_old],
+        )
+        assert_drawn_by(trainers[completion.spans[0].weight_version], group, head)
+
+
+async def crossing(engine: OpenAiEngine, new: WeightState) -> list[tuple[PromptGroup, Completion]]:
+    """Completions that were in flight when the next version was applied."""
     is_applied = asyncio.Event()
     completions: list[tuple[PromptGroup, Completion]] = []
 
     async def generate_until_applied(number: int) -> None:
-        """However long the update takes to begin, something is in flight then."""
         for ordinal in itertools.count(number, 8):
             group = group_of([4 + number, 5], ordinal=ordinal, max_tokens=120, group_size=4, temperature=0.5)
             completions.extend((group, completion) for completion in await engine.generate(group))
@@ -106,22 +133,13 @@ async def test_sequences_in_flight_go_on_and_say_which_weights_drew_which_token(
 
     before = engine.num_tokens_generated
     tasks = [asyncio.create_task(generate_until_applied(number)) for number in range(8)]
-    async with asyncio.timeout(60):
-        while engine.num_tokens_generated < before + 64:  # noqa: ASYNC110  the server counts
-            await asyncio.sleep(0.001)
+    while engine.num_tokens_generated < before + 64:  # noqa: ASYNC110  the server counts
+        await asyncio.sleep(0.001)
     await engine.apply_weights(new)
     is_applied.set()
     await asyncio.gather(*tasks)
-    crossed = [(group, c) for group, c in completions if [span.weight_version for span in c.spans] == [0, 7]]
-    assert crossed
-    for group, completion in crossed:
-        num_old = completion.spans[1].first_token
-        head = dataclasses.replace(
-            completion,
-            token_ids=completion.token_ids[:num_old],
-            generator_logprobs=completion.generator_logprobs[:num_old],
-        )
-        assert_drawn_by(old, group, head)
+    both = [new.weight_version - 1, new.weight_version]
+    return [(group, item) for group, item in completions if [span.weight_version for span in item.spans] == both]
 
 
 async def test_weights_that_do_not_fit_leave_the_old_ones_serving(engine: OpenAiEngine, model: ModelSettings) -> None:
@@ -155,11 +173,12 @@ async def test_cancelling_a_group_ends_its_sequences_in_the_server(engine: OpenA
     assert engine.num_unfinished_seqs == 0
 
 
-async def test_workers_that_share_no_memory_fetch_the_weights_themselves(server: Server, model: ModelSettings) -> None:
-    from pipeline.engines.openai_server import RemoteServer
-
-    trainer = shifted(load(model), 0.05, seed=3)
-    remote = RemoteServer(server.url, config_for(model), context=128)
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "adapter"])
+async def test_workers_that_share_no_memory_fetch_the_weights_themselves(
+    server: Server, model: ModelSettings, lora: LoraSettings | None
+) -> None:
+    trainer = stepped(load(model, lora), seed=3, amount=0.05)
+    remote = RemoteServer(server.url, config_for(model, lora=lora), context=128)
     nothing = {"path": "/proc/self/fd/0", "size": 1, "tensors": [["proof", "uint8", [1], 0, 1]]}
     settings = WeightSettings(poll_s=0.2)
     with WeightPublisher(settings) as publisher:
@@ -174,12 +193,11 @@ async def test_workers_that_share_no_memory_fetch_the_weights_themselves(server:
                 await remote.connect(nothing, proof="00", is_to_own=True)
                 assert remote.is_local is False
                 assert await remote.fetch(10, where, {"poll_s": 0.2}) == 11
-                publisher.publish(state_of(shifted(trainer, 0.05, seed=4), 12))
+                publisher.publish(state_of(stepped(trainer, seed=4, amount=0.05), 12))
                 assert await remote.fetch(11, where, {"poll_s": 0.2}) == 12
                 await remote.update(12, {"pulled": 12})
-                segment = await remote.complete(
-                    [4, 5, 6], {"max_tokens": 20, "temperature": 1.0, "logprobs": 0, "seed": 1}
-                )
+                sampling = {"max_tokens": 20, "temperature": 1.0, "logprobs": 0, "seed": 1}
+                segment = await remote.complete([4, 5, 6], sampling)
         finally:
             await remote.close()
     assert segment.spans == [(12, 0)]
@@ -204,24 +222,6 @@ def test_another_trainer_gives_weights_as_the_documentation_says(server: Server,
     server.post("/finish_weight_update", {"weight_version": "32"})
     server.post("/resume")
     assert_serves(server, trainer, "32")
-
-
-def assert_serves(server: Server, trainer: torch.nn.Module, label: str) -> None:
-    """What the server answers is drawn from the trainer's weights, and says so."""
-    sampling = {"max_tokens": 20, "logprobs": 0, "seed": 1}
-    request = {"token_ids": [4, 5, 6], "cache_salt": label, "sampling_params": sampling}
-    (choice,) = server.post("/inference/v1/generate", request)["choices"]
-    assert [span["version"] for span in choice["weight_versions"]] == [label]
-    assert_logprobs_of(trainer, [4, 5, 6], choice["token_ids"], [x["logprob"] for x in choice["logprobs"]["content"]])
-
-
-def assert_logprobs_of(trainer: torch.nn.Module, prompt: list[int], drawn: list[int], logprobs: list[float]) -> None:
-    """At temperature 1."""
-    ids = torch.tensor([prompt + drawn])
-    with torch.no_grad():
-        logits = trainer(input_ids=ids).logits[0, len(prompt) - 1 : -1]
-    expected = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
-    np.testing.assert_allclose(logprobs, expected.numpy(), atol=1e-4)
 
 
 async def test_an_update_that_was_broken_off_is_mended_by_the_next(
@@ -276,19 +276,25 @@ async def test_a_context_longer_than_the_servers_is_refused_with_the_flag(server
     await engine.close()
 
 
+async def generate_for_ever(engine: OpenAiEngine) -> None:
+    while True:
+        await engine.generate(group_of([4, 5], group_size=16, max_tokens=120, temperature=0.5))
+
+
 async def test_a_killed_server_is_reported(server: Server, model: ModelSettings) -> None:
     engine = OpenAiEngine(config_for(model, server.url, stall_s=2.0))
     try:
         await engine.start()
         await engine.apply_weights(state_of(load(model), 20))
         before = engine.num_tokens_generated
-        task = asyncio.create_task(engine.generate(group_of([4, 5], group_size=16, max_tokens=120, temperature=0.5)))
-        async with asyncio.timeout(30):
+
+        task = asyncio.create_task(generate_for_ever(engine))
+        async with asyncio.timeout(60):
             while engine.num_tokens_generated == before:  # noqa: ASYNC110  the server counts
                 await asyncio.sleep(0.001)
-        await asyncio.to_thread(server.kill)
-        with pytest.raises(EngineLostError, match=re.escape(server.url)):
-            await task
+            await asyncio.to_thread(server.kill)
+            with pytest.raises(EngineLostError, match=re.escape(server.url)):
+                await task
         assert engine.weight_version is None
     finally:
         await engine.close()

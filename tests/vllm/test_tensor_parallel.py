@@ -1,4 +1,4 @@
-"""Two tensor-parallel workers, keys and values that are kept over updates, and the end of vLLM itself.
+"""Two tensor-parallel workers, and keys and values that are kept over updates.
 
 Scenarios W6 and S5.
 """
@@ -10,16 +10,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import pytest_asyncio
 
 from pipeline.config import Config
 from pipeline.engines.vllm import VllmEngine
-from pipeline.errors import ConfigError, EngineLostError
+from pipeline.errors import ConfigError, EngineError, EngineLostError
 from tests.engines.conftest import group_of
 from tests.tiny import make_tiny_model
-from tests.vllm.conftest import drawn_logprobs, largest_gap, started, trainer_model
+from tests.vllm.conftest import Kept, drawn_logprobs, largest_gap, started, trainer_model
 from tests.vllm.history import History
 from tests.weights.states import until
 
@@ -33,15 +32,16 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("untied"), hidden_size=128)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(untied: Path) -> AsyncIterator[VllmEngine]:
-    async with started(untied, vllm={"tensor_parallel_size": 2}) as engine:
-        yield engine
-
-
 @pytest.fixture(scope="module")
 def history(untied: Path) -> History:
     return History(trainer_model(untied), amount=0.02)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def kept(untied: Path, history: History) -> AsyncIterator[Kept]:
+    kept = Kept(lambda: started(untied, vllm={"tensor_parallel_size": 2}), history)
+    yield kept
+    await kept.end()
 
 
 async def test_each_worker_takes_its_part_of_every_update(engine: VllmEngine, history: History) -> None:
@@ -73,17 +73,17 @@ async def test_kept_keys_and_values_change_what_follows_and_not_whose_it_is(
     assert max(far) > TOLERANCE, "keys and values were computed anew"
 
 
-async def test_a_vllm_that_dies_ends_what_is_in_flight_and_says_so(engine: VllmEngine) -> None:
-    running = asyncio.create_task(engine.generate(group_of([5, 6], ordinal=30, max_tokens=120)))
-    await asyncio.sleep(0.05)
-    for child in psutil.Process().children(recursive=True):
-        if "VLLM" in " ".join(child.cmdline()) or "VLLM" in child.name():
-            child.kill()
-    async with asyncio.timeout(60):
-        with pytest.raises(EngineLostError, match="vLLM has ended"):
-            await running
-        with pytest.raises(EngineLostError):
-            await engine.generate(group_of([5, 6], ordinal=31))
+async def test_an_update_that_breaks_off_in_several_workers_ends_the_engine(
+    last_engine: VllmEngine, history: History
+) -> None:
+    """Their workers belong to someone else, as they say in the middle of it."""
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+    await last_engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"owner": "another"}))
+    with pytest.raises(EngineLostError, match=r"another generator gives it weights.*with several workers"):
+        await last_engine.apply_weights(history.next())
+    with pytest.raises(EngineError, match="apply_weights"):
+        await last_engine.generate(group_of([5, 6, 7]))
 
 
 @pytest.mark.parametrize(

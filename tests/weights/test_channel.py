@@ -41,6 +41,14 @@ async def test_tensors_arrive_bit_for_bit_under_their_version() -> None:
         assert same(await next_within(subscriber, None), state)
 
 
+async def test_whoever_asks_for_the_same_version_again_has_skipped_none() -> None:
+    async with channel() as (publisher, subscriber):
+        publisher.publish(make_state(3))
+        for _ in range(2):
+            assert same(await next_within(subscriber, None), make_state(3))
+            assert subscriber.stats.num_skipped == 0
+
+
 async def test_a_state_of_nothing_but_empty_tensors_arrives() -> None:
     state = WeightState(weight_version=0, kind=WeightKind.SNAPSHOT, tensors={"a": tensor(np.empty(0), "float64")})
     async with channel() as (publisher, subscriber):

@@ -1,0 +1,81 @@
+"""One request to the vLLM of this process, and what it draws.
+
+In: a prompt and what there is of a completion. Out: the segment that vLLM puts behind it, until the
+completion ends or the request is broken off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.engines.vllm_adapters import Adapter
+from pipeline.engines.vllm_outputs import Draft, Segment
+from pipeline.engines.vllm_requests import sampling_values
+from pipeline.errors import EngineError, EngineLostError
+from pipeline.messages import PromptGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draws:
+    """Where to draw. end_ids: tokens that end a completion. masks_from_logprobs: vLLM keeps no sampling masks."""
+
+    llm: Any
+    end_ids: tuple[int, ...]
+    masks_from_logprobs: bool
+
+    async def segment(
+        self,
+        prompt: PromptGroup,
+        index: int,
+        draft: Draft,
+        *,
+        limit: int,
+        request_id: str,
+        version: int | None,
+        adapter: Adapter | None,
+    ) -> Segment:
+        """What is drawn behind `draft`, of at most `limit` tokens. Raises EngineError, EngineLostError: vLLM ended.
+
+        version: of the weights that read what comes before.
+        """
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        request = self.llm.generate(
+            # The salt keeps what an older version read out of the cache from being used for a newer one.
+            tokens_input([*prompt.prompt_token_ids.tolist(), *draft.token_ids], cache_salt=str(version)),
+            self._sampling_params(prompt, index, draft, limit),
+            request_id,
+            lora_request=adapter.request if adapter else None,
+        )
+        try:
+            outputs = [output async for output in request]  # one: the final
+        except EngineDeadError as error:
+            raise EngineLostError(f"vLLM has ended: {error}") from error
+        except (EngineGenerateError, ValueError) as error:
+            raise EngineError(f"group {prompt.group_id}: vLLM failed: {error.__cause__ or error}") from error
+        return Segment.of(
+            outputs[-1].outputs[0],
+            adapter_version=adapter.version if adapter else None,
+            has_all_logprobs=self._reads_mask(prompt),
+        )
+
+    def _sampling_params(self, prompt: PromptGroup, index: int, draft: Draft, limit: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        so_far = draft.num_tokens
+        values = sampling_values(prompt, index, so_far=so_far, max_tokens=limit - so_far, end_ids=self.end_ids)
+        if self._reads_mask(prompt):
+            values["logprobs"] = -1
+        return SamplingParams(
+            **values,
+            flat_logprobs=True,
+            routed_experts_prompt_start=draft.num_routed,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+
+    def _reads_mask(self, prompt: PromptGroup) -> bool:
+        return self.masks_from_logprobs and prompt.sampling.keep_sampling_mask
