@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -77,11 +78,17 @@ class Receiver:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.relay = self.answer()["relay"]
+
+    @cached_property
+    def relay(self) -> dict[str, str] | None:
+        """Where others fetch from it, if it is a relay; the first that it says, once it is there."""
+        found: dict[str, str] | None = self.answer()["relay"]
+        return found
 
     def tell(self, do: str, **fields: Any) -> None:
         """Begin with something."""
         assert self.process.stdin is not None
+        self.relay  # noqa: B018  it is there
         self.process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
         self.process.stdin.flush()
 

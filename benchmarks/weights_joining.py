@@ -93,10 +93,12 @@ def _joined_row(trainer: Trainer, there: Receiver, joiner: Receiver, step_s: flo
     joiner.tell("follow", until=last)
     joined, followed = joiner.answer()["seen"], there.answer()["seen"]
     publishing.join()
-    for num_patched, came in enumerate(joined):
-        if came["version"] >= max(item["version"] for item in followed if item["at"] <= came["at"]):
-            break
-    snapshot_s, joined_s = (float(item["at"] - joined[0]["began"]) for item in (joined[0], came))
+    num_patched = next(
+        number
+        for number, came in enumerate(joined)
+        if came["version"] >= max(item["version"] for item in followed if item["at"] <= came["at"])
+    )
+    snapshot_s, joined_s = (float(joined[at]["at"] - joined[0]["began"]) for at in (0, num_patched))
     return {"joined": joined_s, "snapshot": snapshot_s, "catch_up": joined_s - snapshot_s, "num_patched": num_patched}
 
 

@@ -133,6 +133,7 @@ def _memory(model: Model) -> Mapping[str, float]:
         trainer = stack.enter_context(Trainer(model, settings))
         folder = stack.enter_context(tempfile.TemporaryDirectory()) + "/weights"
         receiver = stack.enter_context(Receiver(settings, trainer.endpoints, folder=folder))
+        receiver.relay  # noqa: B018  it has loaded what it needs
         ends = {"publisher": trainer.process, "subscriber": psutil.Process(receiver.process.pid)}
         empty = {name: _peak_bytes(process) for name, process in ends.items()}
         shares: dict[str, list[int]] = {name: [] for name in ends}
