@@ -305,6 +305,13 @@ class EvaluationSettings(Section):
 class WeightSettings(Section):
     """The way back: new weights from the trainer to the generators."""
 
+    store: str = Field(
+        "",
+        description="Through files instead: a shared directory, or s3://bucket/folder (gs://, az://); empty: ZeroMQ.",
+    )
+    store_grace_s: Seconds = Field(
+        600.0, description="In a store, a slow reader has this long to finish a version that was overtaken."
+    )
     host: str = Field(
         "127.0.0.1", description="Address the trainer binds; anything but loopback needs CURVE or insecure."
     )
@@ -321,6 +328,9 @@ class WeightSettings(Section):
     poll_s: Seconds = Field(2.0, description="A lost announcement delays new weights by at most this.")
     own_process: Literal["auto", "always", "never"] = Field(
         "auto", description="Encodes and serves in a process beside the trainer's; auto: versions of 16 MiB and more."
+    )
+    max_mbit_per_s: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="A receiver takes weights no faster than this, in Mbit/s; 0 for as fast as they come."
     )
     share_on_host: bool = Field(
         True, description="Generators of a run on one machine: one receives, into memory that the others map."

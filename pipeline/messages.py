@@ -264,12 +264,17 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoints:
-    """ZeroMQ addresses of a publisher. session: changes when the publisher restarts."""
+    """Where a publisher is. session: changes when it restarts.
+
+    announce, tiles: ZeroMQ addresses; empty where weights go through files. folder: where they lie then, below the
+    reader's own `weights.store`.
+    """
 
     announce: str
     tiles: str
     session: str
     public_key: str = ""
+    folder: str = ""
 
 
 Message: TypeAlias = PromptGroup | RolloutGroup | ScoredGroup | PartialGroup

@@ -158,6 +158,13 @@ def test_the_command_prints_what_was_looked_at(settings: list[str], capsys: pyte
     assert {"data", "rewards", "prompts", "model", "server"} <= {line.split()[0] for line in out.splitlines()}
 
 
+def test_a_directory_for_weights_that_is_not_here_may_be_elsewhere(settings: list[str], tmp_path: Path) -> None:
+    report = check(load(settings, f"weights.store='{tmp_path}/nowhere'"))
+    assert any("nowhere is no directory here" in warning for warning in report.warnings)
+    assert "through files" in facts(report, "weights")
+    assert not check(load(settings, f"weights.store='{tmp_path}'")).warnings
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
@@ -170,6 +177,8 @@ def test_the_command_prints_what_was_looked_at(settings: list[str], capsys: pyte
         ("generation.replay_routing=true", "'llama' has no router"),
         ("weights.server_secret_key_file='nowhere.key'", "weights.server_secret_key_file"),
         ("weights.server_public_key=abc", "weights.server_public_key"),
+        ("weights.store=ftp://host/folder", "weights.store = 'ftp://host/folder': no store is known"),
+        ("weights.store=gs://bucket/folder", "needs gcsfs: pip install gcsfs"),
         ("tracking.trackers=['trackio']", "trackio"),
         ("lora.rank=2 lora.target_modules=['nothing']", "lora.target_modules"),
         ("model.attention=nonsense", "model.attention = 'nonsense'"),

@@ -45,7 +45,9 @@ class Trainer:
         self._learner = learner
         self._data = data
         self._recovery = recovery
-        self._publisher = create_publisher(config.weights, num_bytes=learner.num_weight_bytes)
+        self._publisher = create_publisher(
+            config.weights, num_bytes=learner.num_weight_bytes, run=f"{config.run.name}.{context.run_id}"
+        )
         self._num_bytes_sent = 0
         self._progress = Progress(context, config)
         self._evaluator = Evaluator(context.streams)

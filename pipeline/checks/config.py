@@ -82,6 +82,21 @@ def _keys(report: Report) -> None:
     check_public_key(report.config.weights.server_public_key)
 
 
+def _store(report: Report) -> None:
+    store = report.config.weights.store
+    if not store:
+        return
+    from pipeline.weights.store.folder import check_store, missing_directory
+
+    check_store(store)
+    report.saw("weights", f"through files in {store}")
+    if missing := missing_directory(store):
+        report.warnings.append(
+            f"weights.store = {store!r}: {missing} is no directory here; make it, or mount it, on all machines "
+            "where trainer and generators run"
+        )
+
+
 def _steps(report: Report) -> None:
     from pipeline.learner.schedule import check_schedule
     from pipeline.run.data import check_end
@@ -169,4 +184,4 @@ def _server(report: Report) -> None:
             report.warnings.append(f"redis.url: {finding.text}; {finding.way_out}")
 
 
-_QUICK = (_engine, _keys, _steps, _trackers, _model_files, _training, _held_out, _rewards)
+_QUICK = (_engine, _keys, _store, _steps, _trackers, _model_files, _training, _held_out, _rewards)

@@ -36,6 +36,7 @@ _EXTRAS = {
     "math": "the reward `math`",
     "json": "the reward `json_schema`",
     "data": "parquet files and Hub data sets",
+    "s3": "weights through an S3 store",
     "tracking": "tensorboard, wandb, trackio",
     "plot": "the learning curve as a picture",
 }

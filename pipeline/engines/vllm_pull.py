@@ -8,6 +8,7 @@ merging happen in a thread with a loop of its own; nothing that the worker calls
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ import torch
 from pipeline.config import LoraSettings, ModelSettings, WeightSettings
 from pipeline.errors import WeightError
 from pipeline.models.merging import LoraMerger
-from pipeline.weights import Endpoints, WeightState, WeightSubscriber
+from pipeline.weights import Endpoints, WeightState
+from pipeline.weights.receiver import create_receiver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +109,7 @@ class WeightPull:
     async def _receive(self, settings: WeightSettings, base: Base | None) -> None:
         try:
             merger = await asyncio.to_thread(LoraMerger, base.model, base.lora, dtype=base.dtype) if base else None
-            async with WeightSubscriber(settings, resolve=self._where) as subscriber:
+            with contextlib.closing(create_receiver(settings, self._where)) as subscriber:
                 while True:
                     self._asked.clear()
                     while (state := self._state) is None or state.weight_version <= self._newer_than:

@@ -13,16 +13,15 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pipeline.local.child import buried, output_of, signal_group
 from pipeline.local.crashes import Crashes
 from pipeline.worker.shutdown import PARENT_VARIABLE
 
 USAGE = 2
 DRAIN_TIMED_OUT = 4
-_MAX_LINE_BYTES = 1 << 20
-_LAST_LINES_S = 2.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -127,7 +126,7 @@ class Supervisor:
                     watch.cancel()
             finally:
                 for pid in self.pids.values():
-                    _signal_group(pid, signal.SIGKILL)
+                    signal_group(pid, signal.SIGKILL)
         return self._code
 
     def stop(self, code: int = 0) -> None:
@@ -200,7 +199,7 @@ class Supervisor:
             crashes.see(line)
             self._on_line(name, line)
 
-        async with _output_of(spec, on_line) as write_fd:
+        async with output_of(spec.name, on_line) as write_fd:
             process = await asyncio.create_subprocess_exec(
                 *spec.argv,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -212,24 +211,24 @@ class Supervisor:
             self._processes[spec.name] = process
             if self._stopping.is_set():
                 number = signal.SIGKILL if self._killing.is_set() else signal.SIGTERM
-                _signal_group(process.pid, number, leader_only=True)
+                signal_group(process.pid, number, leader_only=True)
             try:
                 return await process.wait()
             finally:
                 del self._processes[spec.name]
-                _signal_group(process.pid, signal.SIGKILL)
-                await _buried(process)
+                signal_group(process.pid, signal.SIGKILL)
+                await buried(process)
 
     async def _escalate(self) -> None:
         """SIGTERM when asked to stop; SIGKILL when asked again or when the drain takes too long."""
         await self._stopping.wait()
         for pid in self.pids.values():
-            _signal_group(pid, signal.SIGTERM, leader_only=True)
+            signal_group(pid, signal.SIGTERM, leader_only=True)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._killing.wait(), self._drain_timeout_s)
         self._killing.set()
         for pid in self.pids.values():
-            _signal_group(pid, signal.SIGKILL)
+            signal_group(pid, signal.SIGKILL)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -243,70 +242,3 @@ class Supervisor:
         finally:
             for number in ours:
                 loop.remove_signal_handler(number)
-
-
-async def _buried(process: asyncio.subprocess.Process) -> None:
-    """Wait for the end of a process that was killed, even when cancelled: one that is left is no one's child."""
-    end = asyncio.create_task(process.wait())
-    cancelled: asyncio.CancelledError | None = None
-    while not end.done():
-        try:
-            await asyncio.shield(end)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-
-
-@contextlib.asynccontextmanager
-async def _output_of(spec: WorkerSpec, on_line: Callable[[str, str], None]) -> AsyncIterator[int]:
-    """The file descriptor that a worker writes to; its lines are passed on.
-
-    Not asyncio's own pipe: with that the end of a process is seen only when all that it has started
-    has closed the pipe too.
-    """
-    read_fd, write_fd = os.pipe()
-    stream = asyncio.StreamReader()
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(read_fd, "rb", buffering=0)
-    )
-
-    async def pass_on() -> None:
-        async for line in _lines(stream):
-            on_line(spec.name, line)
-
-    try:
-        # In a group: a line that cannot be passed on ends the run, it does not fill the pipe.
-        async with asyncio.TaskGroup() as group:
-            reader = group.create_task(pass_on())
-            try:
-                yield write_fd
-            finally:
-                os.close(write_fd)
-                # What has left the worker's process group may hold the pipe open for ever.
-                await asyncio.wait([reader], timeout=_LAST_LINES_S)
-                reader.cancel()
-    finally:
-        transport.close()
-
-
-async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Lines of any length; an endless one is cut."""
-    rest = b""
-    while chunk := await stream.read(65536):
-        *whole, rest = (rest + chunk).split(b"\n")
-        if len(rest) > _MAX_LINE_BYTES:
-            whole, rest = [*whole, rest], b""
-        for line in whole:
-            yield line.decode(errors="replace").rstrip("\r")
-    if rest:
-        yield rest.decode(errors="replace")
-
-
-def _signal_group(pid: int, number: signal.Signals, *, leader_only: bool = False) -> None:
-    """A worker leads a process group of its own; what it started ends with it."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        if leader_only:
-            os.kill(pid, number)
-            return
-        os.killpg(pid, number)

@@ -80,6 +80,11 @@ def disagreements(config: Config) -> list[str]:
         )
     if config.weights.port and config.weights.port == config.weights.announce_port:
         problems.append(f"weights.announce_port = {config.weights.port}: weights.port is the same; use two, or 0")
+    if config.weights.store and config.weights.relay:
+        problems.append(
+            f"weights.relay = true: with weights.store = {config.weights.store!r} every machine reads the store "
+            "itself; set it to false"
+        )
     if config.evaluation.every_steps and not config.data.eval_path:
         problems.append(
             f"evaluation.every_steps = {config.evaluation.every_steps}: data.eval_path is empty; "

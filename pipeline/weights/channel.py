@@ -10,10 +10,11 @@ from pipeline.weights.address_watch import Resolve
 from pipeline.weights.meeting import remove_abandoned
 from pipeline.weights.process import PublisherProcess, has_shared_memory
 from pipeline.weights.publisher import PublisherStats, WeightPublisher
+from pipeline.weights.receiver import create_receiver
 from pipeline.weights.relay import Relay
 from pipeline.weights.sharing import SharedSubscriber
 from pipeline.weights.state import Endpoints, WeightState
-from pipeline.weights.subscriber import WeightSubscriber
+from pipeline.weights.store.publisher import StorePublisher
 from pipeline.weights.subscriber_stats import SubscriberStats
 
 _WORTH_A_PROCESS = 16 * 1024 * 1024  # bytes of a version: less is hashed before another process has woken up
@@ -58,8 +59,13 @@ class Subscriber(Protocol):
         """End. Safe to call twice."""
 
 
-def create_publisher(settings: WeightSettings, *, num_bytes: int) -> Publisher:
-    """The trainer's end of the channel. num_bytes: size of a version. Raises ConfigError."""
+def create_publisher(settings: WeightSettings, *, num_bytes: int, run: str) -> Publisher:
+    """The trainer's end of the channel. num_bytes: size of a version. run: tells it from all others in a store.
+
+    Raises ConfigError.
+    """
+    if settings.store:
+        return StorePublisher(settings, run=run)
     is_worthwhile = settings.own_process == "always" or num_bytes >= _WORTH_A_PROCESS
     if is_worthwhile and settings.own_process != "never" and has_shared_memory():
         return PublisherProcess(settings)
@@ -77,4 +83,4 @@ def create_subscriber(
         folder = own_folder(f"weights of run {run_id}")
         remove_abandoned(folder)
         return SharedSubscriber(settings, resolve=resolve, folder=folder, relay=relay)
-    return WeightSubscriber(settings, resolve=resolve, relay=relay)
+    return create_receiver(settings, resolve, relay=relay)

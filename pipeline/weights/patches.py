@@ -65,6 +65,10 @@ class PatchTable:
         """Hash that a parcel must have."""
         return self.parcel_hashes[parcel * HASH_BYTES : (parcel + 1) * HASH_BYTES]
 
+    def is_parcel(self, parcel: int, data: memoryview) -> bool:
+        """Whether these bytes are that parcel."""
+        return len(data) == self.parcel_size(parcel) and digest(data) == self.parcel_hash(parcel)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PatchSet:
@@ -107,7 +111,7 @@ def split_parcel(table: PatchTable, parcel: int, data: memoryview) -> list[Patch
 def gather(patches: Sequence[Patch], *, base: tuple[int, bytes], manifest: Manifest, encode_s: float) -> PatchSet:
     """Parcels and table of these patches, one for each tile of `manifest`. base: version and root."""
     lengths = np.array([len(patch.payload) for patch in patches], dtype="<u4")
-    bounds = _bounds(lengths.tolist(), manifest.tile_bytes)
+    bounds = cuts(lengths.tolist(), manifest.tile_bytes)
     parcels = tuple(b"".join(patch.payload for patch in patches[start:stop]) for start, stop in pairwise(bounds))
     table = PatchTable(
         base_version=base[0],
@@ -137,15 +141,15 @@ def fold(chain: Sequence[PatchSet], manifest: Manifest) -> PatchSet:
     return gather(patches, base=(first.base_version, first.base_root), manifest=manifest, encode_s=encode_s)
 
 
-def _bounds(lengths: Sequence[int], parcel_bytes: int) -> tuple[int, ...]:
-    """Cuts between the tiles, so that what lies between two fits into a parcel."""
-    cuts, size = [0], 0
-    for tile, length in enumerate(lengths):
-        if size and size + length > parcel_bytes:
-            cuts.append(tile)
+def cuts(lengths: Sequence[int], limit: int) -> tuple[int, ...]:
+    """Where to cut a row of things, so that as many as fit into `limit` lie between two cuts, and one at the least."""
+    found, size = [0], 0
+    for index, length in enumerate(lengths):
+        if size and size + length > limit:
+            found.append(index)
             size = 0
         size += length
-    return (*cuts, len(lengths)) if lengths else (0,)
+    return (*found, len(lengths)) if lengths else (0,)
 
 
 def _encode_table(table: PatchTable) -> tuple[bytes, bytes]:

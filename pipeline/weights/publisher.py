@@ -39,7 +39,8 @@ _WILDCARDS = {"*", "0.0.0.0", "::"}
 class PublisherStats:
     """num_versions: published. num_held: of these, in memory. num_receivers: transfers under way.
 
-    publish_s: seconds spent in `publish`, all told. server: what was sent.
+    publish_s: seconds spent in `publish`, all told. server: what was sent. num_failures: attempts to
+    write a version into a store.
     """
 
     num_versions: int
@@ -47,6 +48,7 @@ class PublisherStats:
     num_receivers: int
     publish_s: float
     server: ServerStats
+    num_failures: int = 0
 
 
 class WeightPublisher:

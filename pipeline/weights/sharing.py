@@ -25,9 +25,9 @@ from pipeline.weights.host_memory import HostPool, map_shared
 from pipeline.weights.manifest import decode_manifest, encode_manifest
 from pipeline.weights.meeting import enter, leave, lock, open_lock
 from pipeline.weights.protocol import NOTHING
+from pipeline.weights.receiver import create_receiver
 from pipeline.weights.relay import Relay
 from pipeline.weights.state import WeightState
-from pipeline.weights.subscriber import WeightSubscriber
 from pipeline.weights.subscriber_stats import Phase, SubscriberStats
 from pipeline.weights.transfer import Content
 
@@ -50,7 +50,7 @@ class SharedSubscriber:
         self._folder = folder
         self._users = enter(folder)
         self._lock = open_lock(folder / LOCK)
-        self._subscriber = WeightSubscriber(settings, resolve=resolve, make_pool=self._make_pool, relay=relay)
+        self._subscriber = create_receiver(settings, resolve, make_pool=self._make_pool, relay=relay)
         self._pool = HostPool(0)
         self._receiving: asyncio.Task[None] | None = None
         self._received: Content | None = None  # the newest, by this process

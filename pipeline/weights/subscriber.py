@@ -11,6 +11,7 @@ ever higher versions. It never returns a state of which one byte is unproved, an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 import uuid
@@ -29,12 +30,14 @@ from pipeline.weights.choice import Choice
 from pipeline.weights.link import Answer, Link
 from pipeline.weights.manifest import decode_manifest
 from pipeline.weights.memory import BufferPool, Pool
+from pipeline.weights.orders import Orders
 from pipeline.weights.patches import decode_table
 from pipeline.weights.protocol import NO_ROOT, NOTHING, WANTS_PATCHES, Kind
 from pipeline.weights.relay import Relay
 from pipeline.weights.security import check_public_key
 from pipeline.weights.state import WeightState
 from pipeline.weights.subscriber_stats import Phase, SubscriberStats
+from pipeline.weights.throttle import Throttle
 from pipeline.weights.transfer import Content, PatchTransfer, SnapshotTransfer, Transfer
 
 _SILENT_POLLS = 3  # intervals without an answer after which the publisher may have moved
@@ -74,12 +77,12 @@ class WeightSubscriber:
         self._transfer: Transfer | None = None
         self._held: Content | None = None  # the last that is complete, which patches start from
         self._choice = Choice(settings.encoding)
+        self._throttle = Throttle(settings.max_mbit_per_s * 1e6 / 8)
         self._relay = relay
         self._make_pool = make_pool
         self._pool = make_pool(0)
         self._patience = 1
         self._receive_s = 0.0  # of the transfer under way
-        self._last_version = NOTHING
         self._stats = SubscriberStats()
 
     async def next(self, newer_than: int | None) -> WeightState:
@@ -261,44 +264,30 @@ class WeightSubscriber:
 
     async def _fetched(self, link: Link, transfer: Transfer) -> bool:
         """Order pieces until all are there. False: the publisher no longer has them."""
-        version, key = transfer.manifest.weight_version, transfer.key
-        ordered: dict[int, int] = {}  # request -> piece, in the order of the requests
         if isinstance(transfer, PatchTransfer):
             await transfer.place_unchanged()
             self._pass_on()
-        try:
+        credits, throttle = self._settings.credits, self._throttle
+        with contextlib.closing(
+            Orders(link, transfer, credits=credits, throttle=throttle, stats=self._stats)
+        ) as orders:
             while not transfer.is_complete:
-                while len(ordered) < self._settings.credits and (index := transfer.next_missing()) is not None:
-                    ordered[await link.request(transfer.request, version=version, index=index, root=key)] = index
+                await orders.top_up()
                 answer = await self._answer(link)
-                if answer.header.kind is Kind.ERROR and answer.header.request in ordered:
+                if orders.are_refused_by(answer):
                     return False
-                if answer.header.kind is transfer.answer and answer.header.request in ordered:
-                    await self._take(transfer, ordered, answer)
-        finally:
-            transfer.put_back(ordered.values())
-        await link.request(Kind.DONE, version=version, root=transfer.manifest.root)
+                if orders.are_met_by(answer):
+                    await orders.take(answer)
+                    self._pass_on()
+        await link.request(Kind.DONE, version=transfer.manifest.weight_version, root=transfer.manifest.root)
         return True
-
-    async def _take(self, transfer: Transfer, ordered: dict[int, int], answer: Answer) -> None:
-        """Verify one piece. Answers come in the order of the requests: what was passed over is lost."""
-        number = answer.header.request
-        is_right = await transfer.accept(ordered[number], answer.payload)
-        self._pass_on()
-        passed_over = [earlier for earlier in ordered if earlier < number]
-        self._stats.num_lost_tiles += len(passed_over)
-        self._stats.num_corrupt_tiles += not is_right
-        again = [*passed_over] if is_right else [*passed_over, number]
-        transfer.put_back([ordered[request] for request in again])
-        for request in (*passed_over, number):
-            del ordered[request]
 
     def _pass_on(self) -> None:
         if self._relay is not None:
             self._relay.note_pieces()
 
     def _finished(self, transfer: Transfer) -> Content:
-        version, is_patched = transfer.manifest.weight_version, isinstance(transfer, PatchTransfer)
+        is_patched = isinstance(transfer, PatchTransfer)
         made_s = transfer.table.encode_s if isinstance(transfer, PatchTransfer) else 0.0
         self._choice.note(
             is_patches=is_patched, seconds=self._receive_s + made_s, num_bytes=transfer.manifest.num_bytes
@@ -307,14 +296,11 @@ class WeightSubscriber:
         content = transfer.content()
         self._held = None if self._settings.encoding == "snapshot" else content
         self._patience = 1
-        if self._last_version != NOTHING:
-            # It may be the same again: whoever lost what was received asks for it anew.
-            self._stats.num_skipped += max(0, version - self._last_version - 1)
-        self._last_version = version
-        self._stats.num_versions += 1
-        self._stats.num_patched += is_patched
-        self._stats.num_bytes += transfer.manifest.num_bytes
-        self._stats.num_received_bytes += transfer.num_bytes
-        self._stats.receive_s += self._receive_s
-        self._stats.verify_s += transfer.verify_s
+        self._stats.arrived(
+            transfer.manifest,
+            is_patched=is_patched,
+            num_received_bytes=transfer.num_bytes,
+            receive_s=self._receive_s,
+            verify_s=transfer.verify_s,
+        )
         return content

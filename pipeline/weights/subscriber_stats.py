@@ -1,9 +1,15 @@
-"""What a receiver of weights waits for, and what it has had."""
+"""What a subscriber tells of itself, whichever channel it reads.
+
+In: what happens to it. Out: figures, for metrics and for tests.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+
+from pipeline.weights.manifest import Manifest
+from pipeline.weights.protocol import NOTHING
 
 
 class Phase(StrEnum):
@@ -13,6 +19,7 @@ class Phase(StrEnum):
     PUBLISHER = "answer of the weight publisher"
     VERSION = "newer weights"
     TILES = "tiles"
+    STORE = "weight store"
     NEIGHBOUR = "the generator of this machine that receives weights"
 
 
@@ -26,8 +33,9 @@ class SubscriberStats:
     hashing, copying and patching. num_skipped: versions that were overtaken.
     num_missed_announcements: versions learnt by polling. num_silences: connections given up.
     num_moves: publishers that were found elsewhere. num_resumed_tiles: kept over both.
-    num_lost_tiles: ordered and not answered. num_refused: manifests or objects that failed
-    verification. num_ignored: malformed messages.
+    num_lost_tiles: ordered and not answered, or files that are gone or cannot be read. num_refused:
+    manifests or objects that failed verification. num_ignored: malformed messages. newest: version
+    that is there, or NOTHING.
     """
 
     phase: Phase = Phase.ADDRESS
@@ -47,3 +55,18 @@ class SubscriberStats:
     num_moves: int = 0
     num_refused: int = 0
     num_ignored: int = 0
+    newest: int = NOTHING
+
+    def arrived(
+        self, manifest: Manifest, *, is_patched: bool, num_received_bytes: int, receive_s: float, verify_s: float
+    ) -> None:
+        """A version is there."""
+        if self.newest != NOTHING:
+            self.num_skipped += max(manifest.weight_version - self.newest - 1, 0)  # the same one may come again
+        self.newest = manifest.weight_version
+        self.num_versions += 1
+        self.num_patched += is_patched
+        self.num_bytes += manifest.num_bytes
+        self.num_received_bytes += num_received_bytes
+        self.receive_s += receive_s
+        self.verify_s += verify_s

@@ -73,6 +73,10 @@ class Transfer(ABC):
         return self._content.buffer
 
     @abstractmethod
+    def piece_size(self, index: int) -> int:
+        """Bytes of a piece."""
+
+    @abstractmethod
     def has_tile(self, index: int) -> bool:
         """Whether that tile is there, and proved."""
 
@@ -148,6 +152,10 @@ class SnapshotTransfer(Transfer):
         """The root of the manifest."""
         return self.manifest.root
 
+    def piece_size(self, index: int) -> int:
+        """Of a tile."""
+        return self.manifest.tile_size(index)
+
     def has_tile(self, index: int) -> bool:
         """Whether it has come."""
         return bool(self._is_verified[index])
@@ -181,6 +189,10 @@ class PatchTransfer(Transfer):
         self._is_placed = bytearray(table.num_parcels)
         self._unchanged = sorted(set(range(table.num_parcels)) - set(filled))
 
+    def piece_size(self, index: int) -> int:
+        """Of a parcel."""
+        return self.table.parcel_size(index)
+
     def has_tile(self, index: int) -> bool:
         """Whether its parcel has come."""
         parcel = bisect_right(self.table.bounds, index) - 1
@@ -202,7 +214,7 @@ class PatchTransfer(Transfer):
             await asyncio.to_thread(self._timed_place, parcel, memoryview(b""))
 
     def _place(self, index: int, data: memoryview) -> bool:
-        if len(data) != self.table.parcel_size(index) or digest(data) != self.table.parcel_hash(index):
+        if not self.table.is_parcel(index, data):
             return False
         for tile, patch in zip(self.table.tiles_of(index), split_parcel(self.table, index, data), strict=True):
             target = self._content.tile(tile)

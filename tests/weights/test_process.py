@@ -181,7 +181,9 @@ def test_nothing_is_left_after_closing_twice() -> None:
     ],
 )
 def test_small_versions_need_no_process(choice: str, num_bytes: int, kind: Callable[..., object]) -> None:
-    publisher = create_publisher(WeightSettings.model_validate({"own_process": choice}), num_bytes=num_bytes)
+    publisher = create_publisher(
+        WeightSettings.model_validate({"own_process": choice}), num_bytes=num_bytes, run="run.1"
+    )
     assert type(publisher) is kind
     publisher.close()
 

@@ -65,6 +65,15 @@ async def machines(number: int, trainer: Endpoints, **changes: object) -> AsyncI
             made.leave(name)
 
 
+async def stopped_in_the_middle(publisher: WeightPublisher, subscriber: WeightSubscriber) -> None:
+    """It has some tiles of the first version, and fetches no more of them for now."""
+    begun = asyncio.create_task(next_within(subscriber, None))
+    await until(lambda: publisher.stats.server.num_tiles >= 6)
+    begun.cancel()
+    await asyncio.wait([begun])
+    assert begun.cancelled()
+
+
 async def test_eight_receivers_cost_the_trainer_one_copy_whole_and_as_changes() -> None:
     with WeightPublisher(SETTINGS) as publisher:
         endpoints = publisher.start()
@@ -92,10 +101,7 @@ async def test_pieces_are_passed_on_before_all_are_there() -> None:
             WeightSubscriber(FAST.model_copy(update={"credits": 1}), resolve=at(endpoints), relay=relay) as parent,
             WeightSubscriber(FAST, resolve=at(where)) as child,
         ):
-            has_begun = asyncio.create_task(next_within(parent, None))
-            await until(lambda: publisher.stats.server.num_tiles >= 3)
-            has_begun.cancel()  # it stands still in the middle
-            await asyncio.wait([has_begun])
+            await stopped_in_the_middle(publisher, parent)
             waiting = asyncio.create_task(next_within(child, None))
             await until(lambda: relay.stats.server.num_tiles >= 1)
             assert not waiting.done()
@@ -109,11 +115,9 @@ async def test_a_relay_that_dies_in_mid_transfer_is_routed_around_and_its_tiles_
         async with machines(3, endpoints, credits=1) as fleet:
             first, child = fleet.subscribers["machine-0"], fleet.subscribers["machine-1"]
             publisher.publish(make_state(0, num_bytes=SIZE))
-            begun = asyncio.create_task(next_within(first, None))
+            await stopped_in_the_middle(publisher, first)
             waiting = asyncio.create_task(next_within(child, None))
             await until(lambda: fleet.relays["machine-0"].stats.server.num_tiles >= 3)
-            begun.cancel()
-            await asyncio.wait([begun])
             fleet.leave("machine-0")
             state = await waiting
             assert same(state, make_state(0, num_bytes=SIZE))
@@ -131,11 +135,9 @@ async def test_a_version_that_never_becomes_whole_is_withdrawn() -> None:
             WeightSubscriber(FAST.model_copy(update={"credits": 1}), resolve=at(endpoints), relay=relay) as parent,
             WeightSubscriber(FAST, resolve=at(where)) as child,
         ):
-            begun = asyncio.create_task(next_within(parent, None))
+            await stopped_in_the_middle(publisher, parent)
             waiting = asyncio.create_task(next_within(child, None))
             await until(lambda: relay.stats.server.num_tiles >= 2)
-            begun.cancel()
-            await asyncio.wait([begun])
             for version in (1, 2, 3):
                 publisher.publish(make_state(version, num_bytes=SIZE))
             # What it has begun with is no longer of use to it: newer than 1 is asked for.

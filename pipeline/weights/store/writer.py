@@ -1,0 +1,265 @@
+"""What a run's folder holds, and how the next version comes into it.
+
+In: weight objects of ever higher versions. Out: files, and last of all the pointer that makes them
+the newest version; what no reader needs any more goes. Used by one thread; a call that raises
+OSError may be repeated, and what is readable stays so.
+
+    patches from the version before --> tiles, manifest, patches --> pointer --> remove what is older
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+
+from pipeline.errors import WeightError
+from pipeline.logs import get_logger
+from pipeline.weights.codec import Encoder, WeightObject
+from pipeline.weights.manifest import Manifest
+from pipeline.weights.patches import PatchSet
+from pipeline.weights.protocol import NOTHING
+from pipeline.weights.server import ServerStats
+from pipeline.weights.store.folder import Folder, is_aside, without_aside
+from pipeline.weights.store.pointer import (
+    CURRENT,
+    MAX_POINTER_BYTES,
+    Pieces,
+    Pointer,
+    Step,
+    decode_pointer,
+    encode_pointer,
+    manifest_name,
+    parcel_pieces,
+    split_name,
+    stem,
+    table_name,
+    tile_pieces,
+    version_of,
+)
+
+_WRITES = 4  # files at once: an object store is slow at one, and quick at many
+_WORTHWHILE = 0.5  # of a snapshot: patches that weigh more are not kept
+_MAX_STEPS = 16
+_MAX_OVERTAKEN = 2
+
+log = get_logger()
+
+File = tuple[str, Sequence[bytes | memoryview]]
+
+
+class Writer:
+    """Keeps the newest version whole, two that were overtaken for `grace_s` each, and the last steps.
+
+    One of the two is the version before; the other one stays the same for `grace_s`, however fast
+    versions follow. So a reader that always begins with the newest is at last reading the one that stays.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        encoder: Encoder,
+        *,
+        session: bytes,
+        file_bytes: int,
+        grace_s: float,
+        makes_patches: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.stats = ServerStats()
+        self._folder = folder
+        self._encoder = encoder
+        self._session = session
+        self._file_bytes = file_bytes
+        self._grace_s = grace_s
+        self._makes_patches = makes_patches
+        self._clock = clock
+        self._threads = ThreadPoolExecutor(_WRITES, "weight-files")
+        self._pointer: Pointer | None = None
+        self._base: WeightObject | None = None  # the newest version, where patches may start from it
+        self._overtaken: list[tuple[str, float]] = []  # stems of versions that stay readable, and until when
+        self._under_way = ""  # stem of the version that is being written
+        self._patches: PatchSet | None = None  # that lead to it
+        self._done: set[str] = set()  # its files that are there
+
+    def take_over(self) -> int:
+        """Go on where a publisher before left off; returns the newest version, or NOTHING. Raises OSError."""
+        self._folder.create()
+        stems = [found[0] for name in self._folder.names() if (found := split_name(name))]
+        try:
+            self._pointer = self._read_pointer()
+        except WeightError as error:
+            log.warning("weight_pointer_unreadable", reason=str(error), way_out="the next version replaces it")
+            return max(map(version_of, stems), default=NOTHING)
+        if self._pointer is None:
+            self.sweep()
+            return NOTHING
+        newest = self._pointer.weight_version
+        older = {item for item in stems if version_of(item) < newest}
+        for item in sorted(older)[-_MAX_OVERTAKEN:]:
+            self._protect(item)
+        self.sweep()
+        return newest
+
+    def write(self, item: WeightObject, check_time: Callable[[], None]) -> None:
+        """Make `item` the newest. check_time: raises OSError when writing is to end.
+
+        Raises OSError, and WeightError where another publisher has a version that is as high.
+        """
+        self._folder.create()
+        self._begin(item)
+        files = [(name, parts) for name, parts in self._files(item) if name not in self._done]
+        self._write_all(files, check_time)
+        self._refuse_if_taken(item)
+        pointer = Pointer(
+            session=self._session,
+            weight_version=item.manifest.weight_version,
+            root=item.manifest.root,
+            file_bytes=self._file_bytes,
+            steps=self._chain(item.manifest),
+        )
+        check_time()
+        self._folder.write(CURRENT, [encode_pointer(pointer)])
+        self.stats.num_announcements += 1
+        if self._pointer is not None:
+            self._protect(stem(self._pointer.weight_version, self._pointer.root))
+        self._pointer, self._under_way = pointer, ""
+        self._base = item if self._makes_patches else None
+        self._patches = None
+        self._done.clear()
+
+    @property
+    def holds_base(self) -> bool:
+        """Whether the newest version is kept in memory, for patches to start from."""
+        return self._base is not None
+
+    @property
+    def sweep_in_s(self) -> float | None:
+        """Seconds until something may go; None where nothing will."""
+        return max(0.0, self._overtaken[0][1] - self._clock()) if self._overtaken else None
+
+    def sweep(self) -> None:
+        """Remove all files of versions that nobody needs. Raises OSError; it may be repeated."""
+        self._expire()
+        pointer = self._pointer
+        if not self._is_in_charge():
+            return  # another publisher's files look like leftovers
+        whole = {self._under_way, *(item for item, _ in self._overtaken)}
+        steps = {self._under_way}
+        if pointer is not None:
+            whole.add(stem(pointer.weight_version, pointer.root))
+            steps |= {stem(step.weight_version, step.root) for step in pointer.steps}
+        for name in self._folder.names():
+            found = split_name(without_aside(name))
+            is_kept = found is not None and found[0] in (steps if found[1] else whole)
+            if is_aside(name) or (found is not None and not is_kept):
+                self._folder.remove(name)
+
+    def make_room(self) -> None:
+        """There is no space left: versions that were overtaken are the first that can be spared."""
+        self._overtaken.clear()
+        self.sweep()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _protect(self, item_stem: str) -> None:
+        """A version was overtaken. Where there are too many, the first of them stays."""
+        self._expire()
+        self._overtaken[_MAX_OVERTAKEN - 1 :] = [(item_stem, self._clock() + self._grace_s)]
+
+    def _expire(self) -> None:
+        self._overtaken = [(item, until) for item, until in self._overtaken if until > self._clock()]
+
+    def _begin(self, item: WeightObject) -> None:
+        """Unless it is the one that was begun: what there is of another one goes."""
+        item_stem = stem(item.manifest.weight_version, item.manifest.root)
+        if item_stem == self._under_way:
+            return
+        has_left_something = bool(self._done)
+        self._done.clear()
+        self._under_way, self._patches = item_stem, None
+        if has_left_something:
+            self.sweep()
+        if self._base is not None:
+            patches = self._encoder.compare(self._base, item)
+            if patches is not None and patches.num_bytes <= item.manifest.num_bytes * _WORTHWHILE:
+                self._patches = patches
+
+    def _files(self, item: WeightObject) -> Iterator[File]:
+        manifest = item.manifest
+        version = manifest.weight_version
+        if self._patches is not None:
+            yield table_name(version, manifest.root), [self._patches.payload]
+            yield from _gathered(parcel_pieces(version, self._patches.table, self._file_bytes), self._patches.parcels)
+        yield manifest_name(version, manifest.root), [item.payload]
+        yield from _gathered(tile_pieces(manifest, self._file_bytes), item.tiles)
+
+    def _write_all(self, files: Sequence[File], check_time: Callable[[], None]) -> None:
+        def write(file: File) -> None:
+            check_time()
+            name, parts = file
+            self._folder.write(name, parts)
+            self._done.add(name)
+            self.stats.num_bytes += sum(map(len, parts))
+
+        futures = [self._threads.submit(write, file) for file in files]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+            wait(futures)
+
+    def _is_in_charge(self) -> bool:
+        """Whether the pointer is the one that this publisher wrote or found."""
+        try:
+            return self._read_pointer() == self._pointer
+        except WeightError:
+            return False
+
+    def _refuse_if_taken(self, item: WeightObject) -> None:
+        """A publisher that was thought dead and wakes up must not turn back what its successor has written."""
+        try:
+            there = self._read_pointer()
+        except WeightError:
+            return
+        if there is None or there.session == self._session:
+            return
+        version = item.manifest.weight_version
+        if there.weight_version >= version:
+            raise WeightError(f"another publisher has written version {there.weight_version}; {version} is dropped")
+        if there != self._pointer:
+            self._patches = None  # they start from what is not the newest any more
+
+    def _chain(self, manifest: Manifest) -> tuple[Step, ...]:
+        """The last steps that weigh less than half a version together."""
+        if self._patches is None:
+            return ()
+        table = self._patches.table
+        step = Step(
+            base_version=table.base_version,
+            base_root=table.base_root,
+            weight_version=manifest.weight_version,
+            root=table.root,
+            num_bytes=self._patches.num_bytes,
+        )
+        steps = (*(self._pointer.steps if self._pointer else ()), step)[-_MAX_STEPS:]
+        while sum(item.num_bytes for item in steps) > manifest.num_bytes * _WORTHWHILE:
+            steps = steps[1:]
+        return steps
+
+    def _read_pointer(self) -> Pointer | None:
+        try:
+            return decode_pointer(self._folder.read(CURRENT, MAX_POINTER_BYTES + 1))
+        except FileNotFoundError:
+            return None
+
+
+def _gathered(pieces: Pieces, content: Sequence[bytes | memoryview | None]) -> Iterator[File]:
+    for file in range(pieces.num_files):
+        if pieces.file_size(file):
+            chosen = pieces.pieces_of(file)
+            yield pieces.name(file), [part for part in content[chosen.start : chosen.stop] if part is not None]

@@ -1,0 +1,40 @@
+"""A run whose weights go through a directory: trainer and generators have no connection to each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.harness import SCRIPTED, running
+
+pytestmark = pytest.mark.timeout(180)
+
+
+async def test_a_whole_run_goes_through_a_directory_and_survives_the_death_of_its_trainer(
+    tmp_path: Path, valkey_url: str, run_name: str
+) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    settings = (f"weights.store='{store}'", "trainer.max_steps=14", "checkpoint.every_steps=4")
+    async with running(tmp_path, valkey_url, run_name, *SCRIPTED, *settings) as run:
+        trainer = run.start_all(generators=2)
+        await run.until_steps(6)
+        endpoints = await run.fleet.endpoints()
+        trainer.kill()
+        run.start("trainer")
+        await run.until_over()
+        versions = {
+            version
+            for sample in run.samples
+            for completion in sample["completions"]
+            for version, _ in completion["versions"]
+        }
+        assert run.num_steps == 14
+        assert max(versions) > 6
+        assert endpoints is not None
+        assert (endpoints.tiles, endpoints.folder.split(".")[0]) == ("", run_name)
+        assert [path.name for path in store.iterdir()] == [endpoints.folder]
+        names = [path.name for path in (store / endpoints.folder).iterdir()]
+        assert "current" in names
+        assert len({name[:19] for name in names if name.endswith(".manifest")}) <= 3
