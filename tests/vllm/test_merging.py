@@ -122,3 +122,5 @@ async def test_a_vllm_that_dies_ends_what_is_in_flight_and_says_so(last_engine: 
             await running
         with pytest.raises(EngineLostError):
             await last_engine.generate(group_of([5, 6], ordinal=31))
+        with pytest.raises(EngineLostError):
+            await last_engine.sleep()
