@@ -211,7 +211,7 @@ class Trainer:
         """Nobody would get weights, and perhaps nobody could generate what the next step waits for."""
         while self._publisher.is_serving:  # noqa: ASYNC110  another process sets no event
             await asyncio.sleep(self._config.worker.heartbeat_s)
-        raise WeightError("what serves this trainer's weights has ended")
+        raise WeightError("nothing serves this trainer's weights any more; what was printed above says why")
 
     async def _introduce_again(self) -> None:
         """Redis came back without the run: say once more where the weights are."""
