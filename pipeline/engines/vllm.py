@@ -258,8 +258,11 @@ class VllmEngine:
     # Starting
 
     def _shut_down(self) -> None:
-        llm, self._llm, self._adapters, self._draws = self._llm, None, None, None
+        llm, adapters = self._llm, self._adapters
+        self._llm = self._adapters = self._draws = None
         llm.shutdown()
+        if adapters is not None:
+            adapters.close()
 
     def _load(self) -> ServedModel:
         config = self._config
