@@ -257,6 +257,23 @@ child.wait()
     await ended([grandchild])
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_what_a_worker_has_started_may_tidy_up_after_it(tmp_path: Path, number: signal.Signals) -> None:
+    watch = Watch()
+    tidies_up = f"echo ready; cat; {sys.executable} -c pass; touch {tmp_path / 'tidy'}"
+    code = f"import subprocess; subprocess.Popen(['/bin/sh', '-c', {tidies_up!r}], stdin=subprocess.PIPE).wait()"
+    supervisor = supervise(watch, [script("a", code)])
+    run = asyncio.create_task(supervisor.run())
+    await watch.until_said("ready")
+    (pid,) = supervisor.pids.values()
+    if number is signal.SIGKILL:
+        os.kill(pid, number)
+        await watch.until(lambda: bool(watch.exits))
+    supervisor.stop()
+    await run
+    assert (tmp_path / "tidy").exists()
+
+
 async def test_a_cancelled_supervisor_leaves_nothing_behind() -> None:
     watch = Watch()
     supervisor = supervise(watch, [script("a", DEAF), script("b", DEAF)])

@@ -211,7 +211,7 @@ class Trainer:
         """Nobody would get weights, and perhaps nobody could generate what the next step waits for."""
         while self._publisher.is_serving:  # noqa: ASYNC110  another process sets no event
             await asyncio.sleep(self._config.worker.heartbeat_s)
-        raise WeightError("what serves this trainer's weights has ended")
+        raise WeightError("nothing serves this trainer's weights any more; what was printed above says why")
 
     async def _introduce_again(self) -> None:
         """Redis came back without the run: say once more where the weights are."""
@@ -249,6 +249,7 @@ async def body(context: WorkerContext) -> None:
     recovery = Recovery(context)
     if not await recovery.become_the_trainer():
         return
+    context.waiting_for("its model to load")
     data = await asyncio.to_thread(load_run_data, config)
     turn = DeviceTurn(context, is_urgent=True)
     async with turn.held():

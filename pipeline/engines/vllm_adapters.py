@@ -2,7 +2,8 @@
 
 In: the tensors of an adapter. Out: an adapter that new requests use at once. Every version has a
 name and a number of its own, because vLLM keeps what an adapter read under its number. At most
-`max_loras` are loaded; files exist only while vLLM reads them, and in memory.
+`max_loras` are loaded; files exist only while vLLM reads them, and in memory. What a generator that was
+killed left of them is removed by the next one.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import LoraSettings
-from pipeline.errors import WeightError
+from pipeline.errors import EngineLostError, WeightError
 from pipeline.models.weights import host_tensor
 from pipeline.weights import WeightState
+from pipeline.weights.meeting import enter, leave, remove_abandoned
 
 _MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 _PREFIX, _DEFAULT = "base_model.model.", ".default."
@@ -42,6 +44,9 @@ class AdapterShelf:
         self._max_live = int(llm.vllm_config.lora_config.max_loras)
         self._live: list[Adapter] = []
         self._num_loaded = 0
+        self._folder = Path(tempfile.mkdtemp(prefix=f"rollstream-{os.getuid()}-", dir=_MEMORY))
+        self._users = enter(self._folder)
+        remove_abandoned(self._folder)
 
     @property
     def newest(self) -> Adapter | None:
@@ -58,19 +63,25 @@ class AdapterShelf:
         return self._live[-(self._max_live - 1) :][0].version
 
     async def load(self, state: WeightState) -> float:
-        """Load an adapter and make it the newest; returns the seconds it took. Raises WeightError."""
+        """Load an adapter and make it the newest; returns the seconds it took.
+
+        Raises WeightError, also where the files find no room; EngineLostError: vLLM has ended.
+        """
         from vllm.lora.request import LoRARequest
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         self._num_loaded += 1
-        with tempfile.TemporaryDirectory(dir=_MEMORY, prefix=f"rollstream-{os.getpid()}-") as folder:
-            self._write(Path(folder), state)
-            request = LoRARequest(f"version-{state.weight_version}-{self._num_loaded}", self._num_loaded, folder)
-            started = time.perf_counter()
-            try:
+        try:
+            with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+                self._write(Path(folder), state)
+                request = LoRARequest(f"version-{state.weight_version}-{self._num_loaded}", self._num_loaded, folder)
+                started = time.perf_counter()
                 is_loaded = await self._llm.add_lora(request)
-            except Exception as error:
-                raise WeightError(f"vLLM could not load the adapter {state.weight_version}: {error}") from error
-            seconds = time.perf_counter() - started
+                seconds = time.perf_counter() - started
+        except EngineDeadError as error:
+            raise EngineLostError(f"vLLM has ended: {error}") from error
+        except Exception as error:
+            raise WeightError(f"vLLM could not load the adapter {state.weight_version}: {error}") from error
         if not is_loaded:
             raise WeightError(f"vLLM did not load the adapter {state.weight_version}")
         self._live.append(Adapter(version=state.weight_version, request=request))
@@ -81,6 +92,10 @@ class AdapterShelf:
         for adapter in [item for item in self._live[:-1] if item not in used]:
             await self._llm.remove_lora(adapter.request.lora_int_id)
             self._live.remove(adapter)
+
+    def close(self) -> None:
+        """Nothing is loaded any more. Not safe to call twice."""
+        leave(self._folder, self._users)
 
     def _write(self, folder: Path, state: WeightState) -> None:
         """The adapter as PEFT saves it."""

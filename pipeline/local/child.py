@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 
 _MAX_LINE_BYTES = 1 << 20
 _LAST_LINES_S = 2.0
+_LOOK_EVERY_S = 0.02
 
 
 async def buried(process: asyncio.subprocess.Process) -> None:
@@ -77,3 +78,12 @@ def signal_group(pid: int, number: signal.Signals, *, leader_only: bool = False)
             os.kill(pid, number)
             return
         os.killpg(pid, number)
+
+
+async def group_ended(pid: int, *, within_s: float) -> None:
+    """Wait until a worker that has ended has nothing left in its group; what it started may notice by itself."""
+    with contextlib.suppress(ProcessLookupError, PermissionError, TimeoutError):
+        async with asyncio.timeout(within_s):
+            while True:
+                os.killpg(pid, 0)
+                await asyncio.sleep(_LOOK_EVERY_S)

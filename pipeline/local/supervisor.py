@@ -16,13 +16,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipeline.local.child import buried, output_of, signal_group
+from pipeline.local.child import buried, group_ended, output_of, signal_group
 from pipeline.local.crashes import Crashes
 from pipeline.worker.shutdown import PARENT_VARIABLE
 
 USAGE = 2
 DRAIN_TIMED_OUT = 4
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LAST_RITES_S = 3.0  # after a worker's end, for what it had started to see that and tidy up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,8 +217,12 @@ class Supervisor:
                 return await process.wait()
             finally:
                 del self._processes[spec.name]
-                signal_group(process.pid, signal.SIGKILL)
-                await buried(process)
+                try:
+                    if process.returncode is not None:
+                        await group_ended(process.pid, within_s=_LAST_RITES_S)
+                finally:
+                    signal_group(process.pid, signal.SIGKILL)
+                    await buried(process)
 
     async def _escalate(self) -> None:
         """SIGTERM when asked to stop; SIGKILL when asked again or when the drain takes too long."""
@@ -228,7 +233,7 @@ class Supervisor:
             await asyncio.wait_for(self._killing.wait(), self._drain_timeout_s)
         self._killing.set()
         for pid in self.pids.values():
-            signal_group(pid, signal.SIGKILL)
+            signal_group(pid, signal.SIGKILL, leader_only=True)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

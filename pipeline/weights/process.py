@@ -34,6 +34,7 @@ from pipeline.weights.state import Endpoints, WeightState
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _MAX_SLOTS = 4  # one served, one being read, one being written, one that a slow reader still has
 _WAIT_S = 1.0
+_SILENT_S = 30.0  # it says something every second
 _END_S = 10.0
 
 log = get_logger()
@@ -105,8 +106,8 @@ class PublisherProcess:
 
     @property
     def is_serving(self) -> bool:
-        """Whether the process is there."""
-        return self._listener is not None and self._listener.is_alive()
+        """Whether the process is there, and could publish what it was given."""
+        return self._listener is not None and self._listener.is_alive() and not self._failure
 
     @property
     def stats(self) -> PublisherStats:
@@ -115,10 +116,12 @@ class PublisherProcess:
 
     def close(self) -> None:
         """Stop serving and free everything. Safe to call twice."""
-        with self._publishing:
+        with self._changed:
             if self._is_closed:
                 return
             self._is_closed = True
+            self._changed.notify_all()  # for a `publish` that waits
+        with self._publishing:
             self._channel.shutdown(socket.SHUT_WR)
             try:
                 self._process.wait(_END_S)
@@ -140,7 +143,8 @@ class PublisherProcess:
         self.close()
 
     def _free_slot(self, num_bytes: int) -> Slot:
-        """A slot that nobody reads, large enough. Waits while all are read."""
+        """A slot that nobody reads, large enough. Waits while all are read, and the process is alive."""
+        silent_s = 0.0
         with self._changed:
             while True:
                 if self._failure or self._has_ended or self._is_closed:
@@ -153,7 +157,11 @@ class PublisherProcess:
                     return self._new_slot(slot.number, num_bytes)
                 if len(self._slots) < _MAX_SLOTS:
                     return self._new_slot(len(self._slots), num_bytes)
-                if not self._changed.wait(_WAIT_S):
+                is_heard = self._changed.wait(_WAIT_S)
+                silent_s = 0.0 if is_heard else silent_s + _WAIT_S
+                if silent_s >= _SILENT_S:
+                    raise WeightError(f"the process that serves weights gave no sign of life for {_SILENT_S:g} s")
+                if not is_heard:
                     log.warning("weights_wait_for_receivers", versions=len(self._slots))
 
     def _new_slot(self, number: int, num_bytes: int) -> Slot:

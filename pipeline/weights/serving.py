@@ -7,6 +7,7 @@ trainer's to handle, whose last weights somebody may still want.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import signal
 import socket
@@ -67,6 +68,14 @@ class Serving:
         self._is_asked.release()
 
     def _work(self, publisher: WeightPublisher) -> None:
+        """Do what was asked; where that breaks, the process ends, as the trainer has to know."""
+        try:
+            self._work_off(publisher)
+        finally:
+            with contextlib.suppress(OSError):  # the trainer may have gone
+                self._channel.shutdown(socket.SHUT_RDWR)
+
+    def _work_off(self, publisher: WeightPublisher) -> None:
         while self._is_asked.acquire() and (message := self._asked.popleft()) is not None:
             if "new_slot" in message:
                 self._slots[message["new_slot"]] = slot = Slot(

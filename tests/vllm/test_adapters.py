@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import pytest_asyncio
@@ -17,7 +19,9 @@ import pytest_asyncio
 from pipeline.config import LoraSettings
 from pipeline.engines import Interrupted
 from pipeline.engines.vllm import VllmEngine
+from pipeline.engines.vllm_adapters import AdapterShelf
 from pipeline.errors import WeightError
+from pipeline.weights.meeting import enter
 from tests.engines.conftest import group_of, state_of
 from tests.vllm.conftest import Kept, largest_gap, started, trainer_model
 from tests.vllm.handover import TOP_K, assert_handed_over, transformers_engine
@@ -25,9 +29,20 @@ from tests.vllm.history import History
 
 TOLERANCE = 1e-4
 MAX_STALENESS = 1
+MEMORY = Path("/dev/shm")
 LORA = LoraSettings(rank=8)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def files_of_adapters() -> list[Path]:
+    """Of whatever generator of this user."""
+    return list(MEMORY.glob(f"rollstream-{os.getuid()}-*/*/*"))
+
+
+def shelf() -> AdapterShelf:
+    """One without adapters, and without a vLLM."""
+    return AdapterShelf(SimpleNamespace(vllm_config=SimpleNamespace(lora_config=SimpleNamespace(max_loras=2))), LORA)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +55,20 @@ async def kept(model_path: Path, history: History) -> AsyncIterator[Kept]:
     kept = Kept(lambda: started(model_path, lora=LORA, max_staleness=MAX_STALENESS, top_k=TOP_K), history)
     yield kept
     await kept.end()
+
+
+async def test_what_a_killed_generator_left_is_removed_by_the_next() -> None:
+    left = tempfile.mkdtemp(prefix=f"rollstream-{os.getuid()}-", dir=MEMORY)
+    os.close(enter(Path(left)))
+    shelf().close()
+    assert os.path.basename(left) not in os.listdir(MEMORY)
+
+
+async def test_an_adapter_whose_files_find_no_place_is_refused(history: History) -> None:
+    without_place = shelf()
+    without_place.close()
+    with pytest.raises(WeightError, match="could not load the adapter"):
+        await without_place.load(history.next())
 
 
 async def test_a_new_adapter_changes_the_output_to_the_trainers(engine: VllmEngine, history: History) -> None:
@@ -57,7 +86,7 @@ async def test_a_new_adapter_changes_the_output_to_the_trainers(engine: VllmEngi
 
 async def test_an_adapter_is_read_once_and_leaves_no_file(engine: VllmEngine, history: History) -> None:
     await engine.apply_weights(history.next())
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"rollstream-{os.getpid()}-")]
+    assert not files_of_adapters()
     for ordinal in range(2):
         group = group_of([5, 6, 7], ordinal=ordinal)
         assert largest_gap(history.model, group, await engine.generate(group)) < TOLERANCE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -207,3 +208,47 @@ async def test_publishing_goes_on_while_a_receiver_reads_an_older_version() -> N
             if first.weight_version < 29:
                 last = await next_within(subscriber, 28)
                 assert same(last, make_state(29, num_bytes=2_000_000))
+
+
+async def test_a_process_that_cannot_take_a_version_in_ends_and_is_missed() -> None:
+    with PublisherProcess(FAST) as publisher:
+        publisher.start()
+        child = child_of(psutil.Process())
+        child.rlimit(psutil.RLIMIT_NOFILE, (3, 3))
+        with contextlib.suppress(WeightError):  # it may be seen at once
+            publisher.publish(make_state(1))
+        await until(lambda: not publisher.is_serving)
+        assert gone(child)
+
+
+async def test_closing_does_not_wait_for_a_version_that_a_frozen_process_never_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pipeline.weights.process._END_S", 0.2)
+    publisher = PublisherProcess(FAST)
+    publisher.start()
+    child = child_of(psutil.Process())
+    child.suspend()
+    for version in range(4):
+        publisher.publish(make_state(version))
+    waiting = asyncio.create_task(asyncio.to_thread(publisher.publish, make_state(4)))
+    async with asyncio.timeout(10):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(waiting), 0.1)
+        await asyncio.to_thread(publisher.close)
+        with pytest.raises(WeightError, match="has ended"):
+            await waiting
+    assert gone(child)
+
+
+async def test_a_frozen_process_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.weights.process._WAIT_S", 0.1)
+    monkeypatch.setattr("pipeline.weights.process._SILENT_S", 0.3)
+    monkeypatch.setattr("pipeline.weights.process._END_S", 0.2)
+    with PublisherProcess(FAST) as publisher:
+        publisher.start()
+        child_of(psutil.Process()).suspend()
+        for version in range(4):
+            publisher.publish(make_state(version))
+        with pytest.raises(WeightError, match="no sign of life"):
+            publisher.publish(make_state(4))

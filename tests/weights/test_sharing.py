@@ -7,7 +7,9 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,10 +17,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ServiceUnavailableError
-from pipeline.places import own_folder
+from pipeline.places import make_folder, own_folder
 from pipeline.weights import Endpoints, WeightPublisher
 from pipeline.weights.channel import create_subscriber
 from pipeline.weights.host_memory import HostPool, map_shared
+from pipeline.weights.meeting import enter, leave, remove_abandoned
 from pipeline.weights.sharing import CURRENT, SharedSubscriber
 from pipeline.weights.subscriber import WeightSubscriber
 from tests.weights.drift import drifted
@@ -225,6 +228,29 @@ async def test_what_killed_processes_left_is_removed_by_those_who_come_later(
     assert left.exists(), "it was killed"
     create_subscriber(FAST, at(None), run_id="2").close()
     assert (left.exists(), unrelated.exists()) == (False, True)
+
+
+def test_those_who_come_and_go_at_once_do_not_stand_in_each_others_way(tmp_path: Path) -> None:
+    until_s = time.monotonic() + 2.0
+
+    def come_and_go(number: int) -> int:
+        """Times that it was in. Every third time nobody is left to remove what a killed process had."""
+        times = 0
+        while time.monotonic() < until_s:
+            folder = tmp_path / f"rollstream-{os.getuid()}-{(number + times) % 2}"
+            make_folder(folder)
+            remove_abandoned(folder)
+            users = enter(folder)
+            assert folder.exists()
+            times += 1
+            if times % 3:
+                leave(folder, users)
+            else:
+                os.close(users)
+        return times
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(times > 10 for times in pool.map(come_and_go, range(4)))
 
 
 def test_sharing_is_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
