@@ -189,6 +189,13 @@ def test_small_versions_need_no_process(choice: str, num_bytes: int, kind: Calla
     publisher.close()
 
 
+@pytest.mark.parametrize("store", ["", "memory://weights"])
+def test_a_version_that_nobody_would_take_is_refused_before_anything_starts(store: str) -> None:
+    settings = WeightSettings(max_model_bytes=1000, store=store)
+    with pytest.raises(ConfigError, match=r"weights\.max_model_bytes = 1000: a version of this model has 1001 bytes"):
+        create_publisher(settings, num_bytes=1001, run="run.1")
+
+
 def test_the_process_needs_no_torch() -> None:
     code = "import sys, pipeline.weights.serving; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
