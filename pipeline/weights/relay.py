@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import overload
 
 from pipeline.config import WeightSettings
-from pipeline.errors import WeightError
+from pipeline.errors import ConfigError, WeightError
 from pipeline.weights.address_watch import Resolve
 from pipeline.weights.codec import WeightObject
 from pipeline.weights.patches import PatchSet
@@ -30,7 +30,11 @@ class Relay:
 
     def start(self) -> Endpoints:
         """Bind and serve. Raises ConfigError."""
-        return self._publisher.start()
+        try:
+            return self._publisher.start()
+        except ConfigError as error:
+            names = str(error).replace("weights.host", "weights.relay_host")
+            raise ConfigError(names.replace("weights.advertise", "weights.relay_advertise")) from error
 
     def begin(self, transfer: Transfer, payloads: Sequence[bytes]) -> None:
         """A version is coming in. payloads: its manifest and, if it comes as patches, their table."""
