@@ -151,6 +151,22 @@ sys.stdin.read()
     assert gone(child)
 
 
+def test_modules_of_ones_own_may_have_the_names_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "__init__.py").write_text("raise SystemExit('another project')")
+    code = """
+from pipeline.config import WeightSettings
+from pipeline.programs import program
+from pipeline.weights.process import PublisherProcess
+with PublisherProcess(WeightSettings()) as publisher:
+    assert publisher.start().tiles
+import subprocess
+subprocess.run([*program("pipeline.cli"), "config", "show"], check=True, stdout=subprocess.DEVNULL)
+"""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=120, cwd=tmp_path, env=environ)
+
+
 def gone(process: psutil.Process) -> bool:
     """Whether it ends, within the deadline."""
     try:
