@@ -11,11 +11,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 
-from benchmarks import weights_codec
+from benchmarks import weights_codec, weights_joining, weights_links, weights_trainer, weights_transport
 from benchmarks.report import report
 from benchmarks.weight_states import Scale
 
-SECTIONS: Mapping[str, Callable[[Scale], Mapping[str, object]]] = {"codec": weights_codec.measure}
+SECTIONS: Mapping[str, Callable[[Scale], Mapping[str, object]]] = {
+    "codec": weights_codec.measure,
+    "transport": weights_transport.measure,
+    "links": weights_links.measure,
+    "joining": weights_joining.measure,
+    "trainer": weights_trainer.measure,
+}
 
 
 def main() -> None:

@@ -173,7 +173,7 @@ class WeightFollower:
         self._context.set_status(relay=json.dumps(asdict(relay)))
 
     async def _follow_one(self) -> None:
-        """The state lives no longer than this call, so that two models are never in memory at once."""
+        """The next version, received and applied."""
         state = await self._subscriber.next(self._newest_seen)
         self._newest_seen = version = state.weight_version
         context, metrics = self._context, self._context.metrics

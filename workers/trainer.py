@@ -249,6 +249,7 @@ async def body(context: WorkerContext) -> None:
     recovery = Recovery(context)
     if not await recovery.become_the_trainer():
         return
+    context.waiting_for("its model to load")
     data = await asyncio.to_thread(load_run_data, config)
     turn = DeviceTurn(context, is_urgent=True)
     async with turn.held():

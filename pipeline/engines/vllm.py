@@ -26,7 +26,7 @@ from pipeline.engines.vllm_options import engine_arguments, prepare_environment,
 from pipeline.engines.vllm_outputs import Draft, Segment, TokenCounter, all_of, drafts_of
 from pipeline.engines.vllm_requests import completion_text, token_limit
 from pipeline.engines.vllm_start import draw_one_token, start_engine
-from pipeline.engines.vllm_updates import replace_weights
+from pipeline.engines.vllm_updates import replace_weights, unless_dead
 from pipeline.errors import EngineError, EngineLostError, ModelError, WeightError
 from pipeline.logs import get_logger
 from pipeline.messages import Completion, PartialGroup, PromptGroup
@@ -140,11 +140,11 @@ class VllmEngine:
 
     async def sleep(self) -> None:
         """Leave the device; requests stay, and what they had read is read again. On a CPU nothing is freed."""
-        await self._llm.sleep(level=1, mode="keep")
+        await unless_dead(self._llm.sleep(level=1, mode="keep"))
 
     async def wake_up(self) -> None:
         """Come back with the weights that were there."""
-        await self._llm.wake_up()
+        await unless_dead(self._llm.wake_up())
 
     async def close(self) -> None:
         """End vLLM's processes; what is still in flight ends with EngineError. Safe to call twice."""

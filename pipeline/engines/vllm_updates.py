@@ -7,10 +7,20 @@ goes on with them under their own label, and how long it stood still.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from pipeline.errors import EngineLostError, WeightError
+
+
+async def unless_dead(work: Awaitable[None]) -> None:
+    """Something asked of vLLM. Raises EngineLostError where it has ended."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        await work
+    except EngineDeadError as error:
+        raise EngineLostError(f"vLLM has ended: {error}") from error
 
 
 async def replace_weights(llm: Any, shared: Mapping[str, Any], weight_version: int, *, is_recomputed: bool) -> float:

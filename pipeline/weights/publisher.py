@@ -155,6 +155,16 @@ class WeightPublisher:
             self._num_versions += 1
             self._notify(ANNOUNCE)
 
+    def speak_for(self, session: bytes) -> None:
+        """Answer in the name of that publisher, unless something of another one is already offered.
+
+        NO_SESSION: answer nobody until it is known in whose name.
+        """
+        with self._publishing:
+            if self._server is not None and self._shelf.newest() is None:
+                self._server.session = session
+                self._notify(LOOK_AGAIN)
+
     def note_pieces(self) -> None:
         """More of what is passed on has come."""
         if self._server is not None and self._server.has_waiting:

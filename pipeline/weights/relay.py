@@ -16,6 +16,7 @@ from pipeline.errors import ConfigError, WeightError
 from pipeline.weights.address_watch import Resolve
 from pipeline.weights.codec import WeightObject
 from pipeline.weights.patches import PatchSet
+from pipeline.weights.protocol import NO_SESSION
 from pipeline.weights.publisher import PublisherStats, WeightPublisher
 from pipeline.weights.state import Endpoints
 from pipeline.weights.transfer import PatchTransfer, Transfer
@@ -31,10 +32,17 @@ class Relay:
     def start(self) -> Endpoints:
         """Bind and serve. Raises ConfigError."""
         try:
-            return self._publisher.start()
+            endpoints = self._publisher.start()
         except ConfigError as error:
             names = str(error).replace("weights.host", "weights.relay_host")
             raise ConfigError(names.replace("weights.advertise", "weights.relay_advertise")) from error
+        self._publisher.speak_for(NO_SESSION)
+        return endpoints
+
+    def speak_for(self, session: str) -> None:
+        """Whose weights are to come, in hexadecimal: until there are some, children are told so in its name."""
+        if session:
+            self._publisher.speak_for(bytes.fromhex(session))
 
     def begin(self, transfer: Transfer, payloads: Sequence[bytes]) -> None:
         """A version is coming in. payloads: its manifest and, if it comes as patches, their table."""

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import zmq
 
-from pipeline.weights.protocol import NOTHING, WANTS_PATCHES, ErrorCode, Header, Kind
+from pipeline.weights.protocol import NO_SESSION, NOTHING, WANTS_PATCHES, ErrorCode, Header, Kind
 from pipeline.weights.shelf import Shelf
 
 ANNOUNCE, LOOK_AGAIN = b"a", b""  # into the inbox: a new version, or new pieces of one
@@ -113,6 +113,9 @@ class TileServer:
             self._serve(frames[0], request)
 
     def _serve(self, peer: bytes, request: Header) -> None:
+        if self.session == NO_SESSION:
+            self._waiting.append((peer, request))
+            return
         match request.kind:
             case Kind.GET_MANIFEST:
                 self._serve_manifest(peer, request)
@@ -126,7 +129,9 @@ class TileServer:
                 self.stats.num_malformed += 1
 
     def _serve_manifest(self, peer: bytes, request: Header) -> None:
-        patching = self._shelf.start_patching(request.version, request.root) if request.index == WANTS_PATCHES else None
+        wants_patches = request.index == WANTS_PATCHES
+        self._shelf.note_wish(peer, wants_patches=wants_patches)
+        patching = self._shelf.start_patching(request.version, request.root) if wants_patches else None
         if patching is not None:
             newer, patches = patching
             version, root = newer.manifest.weight_version, newer.manifest.root

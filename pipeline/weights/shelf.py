@@ -55,12 +55,22 @@ class Shelf:
         self._turns = 0
         self._steps: OrderedDict[bytes, PatchSet] = OrderedDict()  # by root of the base, each to the next version
         self._folded: dict[bytes, PatchSet] = {}  # by root of the base, over several versions to the newest
-        self._wanted_at = -math.inf
+        self._wishes: OrderedDict[bytes, float] = OrderedDict()  # receivers that want patches, and since when
 
     @property
     def are_patches_wanted(self) -> bool:
-        """Whether someone has asked for them lately."""
-        return self._clock() - self._wanted_at < _WANTED_S
+        """Whether someone has asked for them lately, and not for all after that."""
+        with self._lock:
+            return self._clock() - next(reversed(self._wishes.values()), -math.inf) < _WANTED_S
+
+    def note_wish(self, receiver: bytes, *, wants_patches: bool) -> None:
+        """What `receiver` has asked for now: it is what it will ask for next."""
+        with self._lock:
+            self._wishes.pop(receiver, None)
+            if wants_patches:
+                self._wishes[receiver] = self._clock()
+                if len(self._wishes) > _MAX_PINS:
+                    self._wishes.popitem(last=False)
 
     def check(self, version: int) -> None:
         """Raises WeightError unless `version` is higher than all before: no version is made twice."""
@@ -110,7 +120,6 @@ class Shelf:
     def start_patching(self, base: int, root: bytes) -> tuple[WeightObject, PatchSet] | None:
         """The newest object and what turns that base into it; None where a snapshot is the better way."""
         with self._lock:
-            self._wanted_at = self._clock()
             newest = self._objects.get(self._newest_version())
             if newest is None or newest.manifest.weight_version <= base:
                 return None

@@ -158,6 +158,8 @@ class WeightSubscriber:
                 await asyncio.sleep(min(self._settings.poll_s, LOOK_EVERY_S))
                 continue
             self._link = Link(self._context, endpoints, self._settings, receiver=self._receiver, numbers=self._numbers)
+            if self._relay is not None:
+                self._relay.speak_for(endpoints.session)
         return self._link
 
     async def _answer(self, link: Link) -> Answer:

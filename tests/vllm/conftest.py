@@ -5,6 +5,7 @@ No test needs another: whichever comes first finds an engine with weights, also 
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -40,6 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("vllm"))
             # What vLLM warns of is its own affair.
             item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+def pytest_sessionfinish() -> None:
+    """What vLLM leaves open, and the log of a test has held, is found here; pytest would take it for an error."""
+    with warnings.catch_warnings(action="default"):
+        gc.collect()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -267,6 +267,13 @@ def test_the_faster_way_is_found_and_the_other_is_tried_now_and_then(costs: dict
     assert choose(choice, {better: 10.0, not better: 1.0}, 400)[-20:].count(better) <= 2, "the line has changed"
 
 
+def test_what_the_first_transfer_costs_with_fresh_memory_decides_nothing() -> None:
+    choice = Choice("auto")
+    for is_patches in (False, True):
+        choice.note(is_patches=is_patches, seconds=100.0, num_bytes=1)
+    assert choose(choice, {True: 1.0, False: 8.0}, 10).count(True) == 9, "the second of each counts"
+
+
 def test_a_choice_that_is_made_in_the_settings_stays() -> None:
     for encoding in ("delta", "snapshot"):
         choice = Choice(encoding)

@@ -12,6 +12,7 @@ import pytest
 from pipeline.config import Config, WeightSettings
 from pipeline.weights import Endpoints, WeightPublisher, WeightState, WeightSubscriber
 from pipeline.weights.relay import Relay, resolve_in_tree
+from pipeline.weights.subscriber_stats import Phase
 from tests.weights.drift import drifted
 from tests.weights.states import FAST, at, make_state, next_within, same, until
 
@@ -107,6 +108,20 @@ async def test_pieces_are_passed_on_before_all_are_there() -> None:
             assert not waiting.done()
             assert same(await next_within(parent, None), make_state(0, num_bytes=SIZE))
             assert same(await waiting, make_state(0, num_bytes=SIZE))
+
+
+async def test_receivers_behind_relays_wait_for_the_first_version_and_not_for_a_silence_to_end() -> None:
+    with WeightPublisher(SETTINGS) as publisher:
+        endpoints = publisher.start()
+        async with machines(4, endpoints, poll_s=20.0) as fleet:
+            *children, first = reversed(fleet.subscribers.values())
+            waiting = [asyncio.create_task(next_within(child, None)) for child in children]
+            await until(lambda: all(child.stats.phase is not Phase.ADDRESS for child in children))
+            waiting.append(asyncio.create_task(next_within(first, None)))
+            await until(lambda: all(one.stats.phase is Phase.VERSION for one in fleet.subscribers.values()))
+            publisher.publish(make_state(0))
+            assert all(same(state, make_state(0)) for state in await asyncio.gather(*waiting))
+            assert not any(one.stats.num_silences for one in fleet.subscribers.values())
 
 
 async def test_a_relay_that_dies_in_mid_transfer_is_routed_around_and_its_tiles_are_kept() -> None:

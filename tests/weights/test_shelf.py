@@ -110,3 +110,23 @@ def test_an_object_is_only_found_under_its_own_hash() -> None:
 def test_one_version_is_not_enough_to_receive_and_publish() -> None:
     with pytest.raises(ValueError, match="keep = 1"):
         Shelf(keep=1)
+
+
+def test_patches_are_wanted_while_someone_asks_for_them_and_not_for_everything_since() -> None:
+    clock = Clock()
+    shelf = Shelf(keep=2, clock=clock)
+    assert not shelf.are_patches_wanted
+    for receiver, wants_patches, are_wanted in (
+        (b"a", True, True),
+        (b"b", False, True),
+        (b"b", True, True),
+        (b"a", False, True),
+        (b"b", False, False),
+        (b"a", True, True),
+    ):
+        shelf.note_wish(receiver, wants_patches=wants_patches)
+        assert shelf.are_patches_wanted is are_wanted
+    clock.now = 119
+    assert shelf.are_patches_wanted
+    clock.now = 121
+    assert not shelf.are_patches_wanted

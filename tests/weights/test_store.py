@@ -233,6 +233,16 @@ async def test_two_generators_of_a_machine_read_a_store_once(tmp_path: Path) -> 
             assert (receiver.stats.num_patched, other.stats.num_received_bytes) == (2, 0)
 
 
+async def test_a_reader_can_be_held_to_a_rate(tmp_path: Path) -> None:
+    with publishing(settings_for(str(tmp_path))) as publisher:
+        publisher.publish(make_state(1, num_bytes=400_000))
+        await written(publisher)
+        slow = settings_for(str(tmp_path), max_mbit_per_s=8.0)
+        async with StoreSubscriber(slow, resolve=at(endpoints())) as subscriber:
+            assert same(await next_within(subscriber, None), make_state(1, num_bytes=400_000))
+            assert subscriber.stats.receive_s > 0.25, "1 MB/s, but for what may come at once"
+
+
 async def test_a_worker_of_a_server_elsewhere_fetches_from_a_store(tmp_path: Path) -> None:
     pull = WeightPull()
     settings = settings_for(str(tmp_path))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from pipeline.weights import WeightState
 from pipeline.weights.codec import Encoder
 from pipeline.weights.store.folder import open_folder
 from pipeline.weights.store.pointer import decode_pointer
+from pipeline.weights.store.publisher import StorePublisher
 from pipeline.weights.store.subscriber import StoreSubscriber
 from pipeline.weights.store.writer import Writer
 from pipeline.weights.subscriber_stats import Phase
@@ -98,7 +101,35 @@ async def test_a_version_that_was_overtaken_stays_whole_for_the_grace_however_fa
         assert same(state, state_of(state.weight_version))
         assert first <= set(files_of(tmp_path))
         versions = {int(name[:19]) for name in files_of(tmp_path, ending=".manifest")}
-        assert versions == {1, 5}, "the newest, and the first that was overtaken"
+        assert versions == {1, 4, 5}, "the newest, the one before, and the first that was overtaken"
+
+
+async def test_a_publisher_that_is_always_faster_starves_no_reader_within_the_grace(
+    tmp_path: Path,
+) -> None:
+    stop = threading.Event()
+
+    def hammer(publisher: StorePublisher) -> None:
+        for version in itertools.count():
+            if stop.is_set():
+                return
+            publisher.publish(state_of(version))
+
+    slow = settings_for(str(tmp_path), store_grace_s=1.0, max_mbit_per_s=32.0, encoding="snapshot")
+    with publishing(slow) as publisher:
+        thread = threading.Thread(target=hammer, args=(publisher,))
+        thread.start()
+        try:
+            last = None
+            async with StoreSubscriber(slow, resolve=at(endpoints())) as subscriber:
+                for _ in range(2):
+                    state = await next_within(subscriber, last)
+                    assert same(state, state_of(state.weight_version))
+                    last = state.weight_version
+                assert subscriber.stats.num_skipped > 0
+        finally:
+            stop.set()
+            thread.join()
 
 
 def total_bytes(folder: Path) -> int:
@@ -149,12 +180,12 @@ async def test_a_full_disk_is_told_and_survived(tmp_path: Path) -> None:
     assert "No space left" in said[0]["reason"]
 
 
-async def test_a_full_disk_costs_the_version_that_was_overtaken_first(tmp_path: Path) -> None:
+async def test_a_full_disk_costs_versions_that_were_overtaken_first(tmp_path: Path) -> None:
     with publishing(settings_for(str(tmp_path), store_grace_s=600.0)) as publisher:
-        for version in (1, 2):
+        for version in (0, 1, 2):
             publisher.publish(state_of(version))
             await written(publisher)
-        assert len(files_of(tmp_path, ending=".manifest")) == 2
+        assert len(files_of(tmp_path, ending=".manifest")) == 3
         (tmp_path / RUN / "current.writing").symlink_to("/dev/full")
         publisher.publish(state_of(3))
         await written(publisher)

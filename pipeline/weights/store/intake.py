@@ -18,6 +18,7 @@ from pipeline.weights.patches import PatchSet, PatchTable, fold
 from pipeline.weights.protocol import Kind
 from pipeline.weights.store.folder import Folder
 from pipeline.weights.store.pointer import Pieces
+from pipeline.weights.throttle import Throttle
 from pipeline.weights.transfer import Content, PatchTransfer, SnapshotTransfer, Transfer
 
 _READS = 4  # files at once: an object store is slow at one, and quick at many
@@ -26,7 +27,8 @@ _READS = 4  # files at once: an object store is slow at one, and quick at many
 class FileReader:
     """Reads files of a folder in threads of its own, since a share that hangs must hang nothing else."""
 
-    def __init__(self) -> None:
+    def __init__(self, throttle: Throttle) -> None:
+        self._throttle = throttle
         self._threads = ThreadPoolExecutor(_READS, "weight-files")
 
     async def read(self, folder: Folder, name: str, limit: int) -> bytes:
@@ -47,6 +49,7 @@ class FileReader:
             nonlocal num_wrong
             while files:
                 file, start = files.popleft(), 0
+                await self._throttle.admit(pieces.file_size(file))
                 data = memoryview(await self.read(folder, pieces.name(file), pieces.file_size(file)))
                 for index in pieces.pieces_of(file):
                     part = data[start : start + pieces.sizes[index]]

@@ -47,6 +47,7 @@ from pipeline.weights.store.pointer import (
     tile_pieces,
 )
 from pipeline.weights.subscriber_stats import Phase, SubscriberStats
+from pipeline.weights.throttle import Throttle
 from pipeline.weights.transfer import Content
 
 _LONGEST_WAIT_S = 30.0  # for a store that cannot be read, unless `poll_s` is longer
@@ -69,7 +70,7 @@ class StoreSubscriber:
         check_store(settings.store)
         self._settings = settings
         self._resolve = resolve
-        self._reader = FileReader()
+        self._reader = FileReader(Throttle(settings.max_mbit_per_s * 1e6 / 8))
         self._endpoints: Endpoints | None = None
         self._folder: Folder | None = None
         self._intake: Intake | None = None

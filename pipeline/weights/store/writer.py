@@ -9,7 +9,6 @@ OSError may be repeated, and what is readable stays so.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -42,6 +41,7 @@ from pipeline.weights.store.pointer import (
 _WRITES = 4  # files at once: an object store is slow at one, and quick at many
 _WORTHWHILE = 0.5  # of a snapshot: patches that weigh more are not kept
 _MAX_STEPS = 16
+_MAX_OVERTAKEN = 2
 
 log = get_logger()
 
@@ -49,10 +49,10 @@ File = tuple[str, Sequence[bytes | memoryview]]
 
 
 class Writer:
-    """Keeps the newest version whole, the one that was overtaken for `grace_s`, and the last steps.
+    """Keeps the newest version whole, two that were overtaken for `grace_s` each, and the last steps.
 
-    The overtaken one that is kept stays the same for `grace_s`, however fast versions follow. So a
-    reader that always begins with the newest is at last reading the one that stays.
+    One of the two is the version before; the other one stays the same for `grace_s`, however fast
+    versions follow. So a reader that always begins with the newest is at last reading the one that stays.
     """
 
     def __init__(
@@ -77,8 +77,7 @@ class Writer:
         self._threads = ThreadPoolExecutor(_WRITES, "weight-files")
         self._pointer: Pointer | None = None
         self._base: WeightObject | None = None  # the newest version, where patches may start from it
-        self._overtaken = ""  # stem of the version that stays readable
-        self._overtaken_until = math.inf
+        self._overtaken: list[tuple[str, float]] = []  # stems of versions that stay readable, and until when
         self._under_way = ""  # stem of the version that is being written
         self._patches: PatchSet | None = None  # that lead to it
         self._done: set[str] = set()  # its files that are there
@@ -96,8 +95,9 @@ class Writer:
             self.sweep()
             return NOTHING
         newest = self._pointer.weight_version
-        older = [item for item in stems if version_of(item) < newest]
-        self._protect(max(older, default=""))
+        older = {item for item in stems if version_of(item) < newest}
+        for item in sorted(older)[-_MAX_OVERTAKEN:]:
+            self._protect(item)
         self.sweep()
         return newest
 
@@ -121,8 +121,7 @@ class Writer:
         check_time()
         self._folder.write(CURRENT, [encode_pointer(pointer)])
         self.stats.num_announcements += 1
-        self._expire()
-        if self._pointer is not None and not self._overtaken:
+        if self._pointer is not None:
             self._protect(stem(self._pointer.weight_version, self._pointer.root))
         self._pointer, self._under_way = pointer, ""
         self._base = item if self._makes_patches else None
@@ -137,7 +136,7 @@ class Writer:
     @property
     def sweep_in_s(self) -> float | None:
         """Seconds until something may go; None where nothing will."""
-        return max(0.0, self._overtaken_until - self._clock()) if self._overtaken else None
+        return max(0.0, self._overtaken[0][1] - self._clock()) if self._overtaken else None
 
     def sweep(self) -> None:
         """Remove all files of versions that nobody needs. Raises OSError; it may be repeated."""
@@ -145,7 +144,7 @@ class Writer:
         pointer = self._pointer
         if not self._is_in_charge():
             return  # another publisher's files look like leftovers
-        whole = {self._overtaken, self._under_way}
+        whole = {self._under_way, *(item for item, _ in self._overtaken)}
         steps = {self._under_way}
         if pointer is not None:
             whole.add(stem(pointer.weight_version, pointer.root))
@@ -157,8 +156,8 @@ class Writer:
                 self._folder.remove(name)
 
     def make_room(self) -> None:
-        """There is no space left: a version that was overtaken is the first that can be spared."""
-        self._overtaken_until = -math.inf
+        """There is no space left: versions that were overtaken are the first that can be spared."""
+        self._overtaken.clear()
         self.sweep()
 
     def close(self) -> None:
@@ -166,11 +165,12 @@ class Writer:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _protect(self, item_stem: str) -> None:
-        self._overtaken, self._overtaken_until = item_stem, self._clock() + self._grace_s
+        """A version was overtaken. Where there are too many, the first of them stays."""
+        self._expire()
+        self._overtaken[_MAX_OVERTAKEN - 1 :] = [(item_stem, self._clock() + self._grace_s)]
 
     def _expire(self) -> None:
-        if self._clock() >= self._overtaken_until:
-            self._overtaken, self._overtaken_until = "", math.inf
+        self._overtaken = [(item, until) for item, until in self._overtaken if until > self._clock()]
 
     def _begin(self, item: WeightObject) -> None:
         """Unless it is the one that was begun: what there is of another one goes."""
