@@ -179,6 +179,7 @@ def test_a_directory_for_weights_that_is_not_here_may_be_elsewhere(settings: lis
         ("weights.server_public_key=abc", "weights.server_public_key"),
         ("weights.store=ftp://host/folder", "weights.store = 'ftp://host/folder': no store is known"),
         ("weights.store=gs://bucket/folder", "needs gcsfs: pip install gcsfs"),
+        ("generation.engine=vllm generation.vllm={dtype='half'}", "generation.vllm.dtype = 'half' is decided by"),
         ("tracking.trackers=['trackio']", "trackio"),
         ("lora.rank=2 lora.target_modules=['nothing']", "lora.target_modules"),
         ("model.attention=nonsense", "model.attention = 'nonsense'"),

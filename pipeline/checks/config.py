@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pipeline.config import Config
-from pipeline.engines.vllm_options import require_installed
+from pipeline.engines.vllm_options import check_arguments, require_installed
 from pipeline.errors import ConfigError, UsageError
 from pipeline.prompts import Dataset
 
@@ -68,6 +68,7 @@ def _examined(report: Report, examine: Sequence[Callable[[Report], None]]) -> Re
 
 def _engine(report: Report) -> None:
     if report.config.generation.engine == "vllm":
+        check_arguments(report.config.generation)
         require_installed()
     if report.config.generation.engine == "openai":
         from pipeline.engines.openai_checks import check_settings

@@ -57,12 +57,17 @@ def require_installed() -> None:
         )
 
 
+def check_arguments(generation: GenerationSettings) -> None:
+    """Raises ConfigError where `[generation.vllm]` says what is decided elsewhere."""
+    for name, decider in _DECIDED.items():
+        if name in generation.vllm:
+            raise ConfigError(f"generation.vllm.{name} = {generation.vllm[name]!r} is decided by {decider}; remove it")
+
+
 def engine_arguments(config: Config, *, dtype: str, context: int, is_cpu: bool) -> dict[str, Any]:
     """Keyword arguments of `AsyncEngineArgs`. context: prompt plus completion. Raises ConfigError."""
     generation, given = config.generation, config.generation.vllm
-    for name, decider in _DECIDED.items():
-        if name in given:
-            raise ConfigError(f"generation.vllm.{name} = {given[name]!r} is decided by {decider}; remove it")
+    check_arguments(generation)
     arguments: dict[str, Any] = {
         "model": config.model.path,
         "tokenizer": config.model.path,

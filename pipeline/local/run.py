@@ -29,6 +29,7 @@ from pipeline.local.cores import available_cores, gpu_environ, thread_environ, v
 from pipeline.local.first_contact import make_contact
 from pipeline.local.server_address import announce_server, kept_dir, with_url, withdraw_server
 from pipeline.local.supervisor import RestartPolicy, Supervisor, WorkerExit, WorkerSpec
+from pipeline.programs import program
 from pipeline.queues.connection import connect
 from pipeline.queues.ledger import Ledger
 from pipeline.records.recorder import METRICS_FILE
@@ -59,12 +60,12 @@ class LocalRun:
         crew: Crew,
         *,
         persist: bool = True,
-        command: tuple[str, ...] = (sys.executable, "-m", "pipeline.cli"),
+        command: tuple[str, ...] | None = None,
     ) -> None:
         self.config = config
         self._crew = crew
         self._persist = persist
-        self._command = command
+        self._command = command or program("pipeline.cli")
         self._open = ExitStack()
         self._server: EmbeddedServer | None = None
 

@@ -23,7 +23,7 @@ from pipeline.worker.shutdown import PARENT_VARIABLE
 USAGE = 2
 DRAIN_TIMED_OUT = 4
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_LAST_RITES_S = 3.0  # after a worker's end, for what it had started to see that and tidy up
+_LAST_RITES_S = 5.0  # after a worker's end, for what it had started to see that and tidy up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

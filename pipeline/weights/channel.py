@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from pipeline.config import WeightSettings
+from pipeline.errors import ConfigError
 from pipeline.places import own_folder
 from pipeline.weights.address_watch import Resolve
 from pipeline.weights.meeting import remove_abandoned
@@ -62,8 +63,13 @@ class Subscriber(Protocol):
 def create_publisher(settings: WeightSettings, *, num_bytes: int, run: str) -> Publisher:
     """The trainer's end of the channel. num_bytes: size of a version. run: tells it from all others in a store.
 
-    Raises ConfigError.
+    Raises ConfigError, also for a version that every subscriber with these settings would refuse.
     """
+    if num_bytes > settings.max_model_bytes:
+        raise ConfigError(
+            f"weights.max_model_bytes = {settings.max_model_bytes}: a version of this model has {num_bytes} bytes, and "
+            "nobody would take it; set it to at least that, here and for generators"
+        )
     if settings.store:
         return StorePublisher(settings, run=run)
     is_worthwhile = settings.own_process == "always" or num_bytes >= _WORTH_A_PROCESS

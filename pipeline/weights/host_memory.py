@@ -11,6 +11,7 @@ import fcntl
 import os
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -75,11 +76,19 @@ class HostPool:
         for buffer in self._buffers:
             if address in {None, buffer.address}:
                 fcntl.flock(buffer.fd, fcntl.LOCK_SH)
-                return {"path": f"/proc/{os.getpid()}/fd/{buffer.fd}", "file": os.fstat(buffer.fd).st_ino}
+                return _place(buffer.fd)
         raise ValueError("not a buffer of this pool")
 
 
-def map_shared(place: Mapping[str, Any], num_bytes: int) -> memoryview | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mapped:
+    """What another process has written. place: where others find it too, as long as a view of `buffer` is left."""
+
+    buffer: memoryview
+    place: dict[str, Any]
+
+
+def map_shared(place: Mapping[str, Any], num_bytes: int) -> Mapped | None:
     """What `HostPool.share` told of, for reading; None where it is gone or about to be written again.
 
     It stays as it is until the last view of it has gone. Raises WeightError where it is too short.
@@ -98,4 +107,8 @@ def map_shared(place: Mapping[str, Any], num_bytes: int) -> memoryview | None:
         raise WeightError(f"shared weights of {num_bytes} bytes cannot be mapped: {error}") from error
     loan = mapped.view()
     weakref.finalize(loan, os.close, fd)
-    return loan.data
+    return Mapped(buffer=loan.data, place=_place(fd))
+
+
+def _place(fd: int) -> dict[str, Any]:
+    return {"path": f"/proc/{os.getpid()}/fd/{fd}", "file": os.fstat(fd).st_ino}

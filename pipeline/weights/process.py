@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ import msgpack
 from pipeline.config import WeightSettings
 from pipeline.errors import ConfigError, WeightError
 from pipeline.logs import get_logger
+from pipeline.programs import program
 from pipeline.weights.codec import content_table, write_content
 from pipeline.weights.protocol import NOTHING
 from pipeline.weights.publisher import PublisherStats
@@ -47,7 +47,7 @@ class PublisherProcess:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pipeline.weights.serving", str(theirs.fileno())],
+                [*program("pipeline.weights.serving"), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import overload
 
 from pipeline.config import WeightSettings
-from pipeline.errors import WeightError
+from pipeline.errors import ConfigError, WeightError
 from pipeline.weights.address_watch import Resolve
 from pipeline.weights.codec import WeightObject
 from pipeline.weights.patches import PatchSet
@@ -31,7 +31,11 @@ class Relay:
 
     def start(self) -> Endpoints:
         """Bind and serve. Raises ConfigError."""
-        endpoints = self._publisher.start()
+        try:
+            endpoints = self._publisher.start()
+        except ConfigError as error:
+            names = str(error).replace("weights.host", "weights.relay_host")
+            raise ConfigError(names.replace("weights.advertise", "weights.relay_advertise")) from error
         self._publisher.speak_for(NO_SESSION)
         return endpoints
 

@@ -11,9 +11,11 @@ import asyncio
 import fcntl
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import msgpack
 
@@ -21,8 +23,8 @@ from pipeline.config import WeightSettings
 from pipeline.errors import WeightError
 from pipeline.logs import get_logger
 from pipeline.weights.address_watch import Resolve
-from pipeline.weights.host_memory import HostPool, map_shared
-from pipeline.weights.manifest import decode_manifest, encode_manifest
+from pipeline.weights.host_memory import HostPool, Mapped, map_shared
+from pipeline.weights.manifest import Manifest, decode_manifest, encode_manifest
 from pipeline.weights.meeting import enter, leave, lock, open_lock
 from pipeline.weights.protocol import NOTHING
 from pipeline.weights.receiver import create_receiver
@@ -55,6 +57,7 @@ class SharedSubscriber:
         self._receiving: asyncio.Task[None] | None = None
         self._received: Content | None = None  # the newest, by this process
         self._latest: Content | None = None  # that was returned
+        self._mapped: Mapped | None = None  # the newest, of another process
         self._last_version = NOTHING
         self._seen: tuple[tuple[int, int], int] | None = None  # CURRENT as it was, and its version
         self._unmapped_since: float | None = None
@@ -112,7 +115,7 @@ class SharedSubscriber:
         receiving, self._receiving = self._receiving, None
         os.close(self._lock)
         self._lock = -1
-        self._latest = self._received = None
+        self._latest = self._received = self._mapped = None
         leave(self._folder, self._users)
         if receiving is None or receiving.done():
             self._subscriber.close()
@@ -152,11 +155,13 @@ class SharedSubscriber:
             if self._latest is not None:
                 self._subscriber.start_from(self._latest)
                 version = self._latest.manifest.weight_version
+                if self._mapped is not None and self._mapped.buffer is self._latest.buffer:
+                    self._tell(self._latest.manifest, self._mapped.place)  # it was found through who is gone
             while True:
                 content = await self._subscriber.next_content(version)
                 version = content.manifest.weight_version
                 self._share(content)
-                self._received = content
+                self._received, self._mapped = content, None
         finally:
             sign.cancel()
             if self._lock >= 0:
@@ -168,8 +173,12 @@ class SharedSubscriber:
             await asyncio.sleep(_SIGN_EVERY_S)
 
     def _share(self, content: Content) -> None:
-        _, payload = encode_manifest(content.manifest)
-        told = msgpack.packb({"manifest": payload, **self._pool.share(content.buffer)})
+        self._tell(content.manifest, self._pool.share(content.buffer))
+
+    def _tell(self, manifest: Manifest, place: Mapping[str, Any]) -> None:
+        """Of this version that it lies there."""
+        _, payload = encode_manifest(manifest)
+        told = msgpack.packb({"manifest": payload, **place})
         aside = self._folder / f"{CURRENT}.{os.getpid()}"
         aside.write_bytes(told)
         aside.replace(self._folder / CURRENT)
@@ -193,13 +202,13 @@ class SharedSubscriber:
         self._seen = (state, manifest.weight_version)
         if manifest.weight_version <= floor:
             return None
-        buffer = map_shared(fields, manifest.num_bytes)
+        mapped = map_shared(fields, manifest.num_bytes)
         # Between the look and the lock the buffer may have been written again, which CURRENT then tells.
-        if buffer is None or self._state_of_current() != state:
+        if mapped is None or self._state_of_current() != state:
             self._unmapped_since = self._unmapped_since or time.monotonic()
             return None
-        self._unmapped_since = None
-        return Content(manifest, buffer)
+        self._unmapped_since, self._mapped = None, mapped
+        return Content(manifest, mapped.buffer)
 
     def _state_of_current(self) -> tuple[int, int] | None:
         """Differs whenever something else is shared."""

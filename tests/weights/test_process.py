@@ -151,6 +151,22 @@ sys.stdin.read()
     assert gone(child)
 
 
+def test_modules_of_ones_own_may_have_the_names_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "__init__.py").write_text("raise SystemExit('another project')")
+    code = """
+from pipeline.config import WeightSettings
+from pipeline.programs import program
+from pipeline.weights.process import PublisherProcess
+with PublisherProcess(WeightSettings()) as publisher:
+    assert publisher.start().tiles
+import subprocess
+subprocess.run([*program("pipeline.cli"), "config", "show"], check=True, stdout=subprocess.DEVNULL)
+"""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=120, cwd=tmp_path, env=environ)
+
+
 def gone(process: psutil.Process) -> bool:
     """Whether it ends, within the deadline."""
     try:
@@ -187,6 +203,13 @@ def test_small_versions_need_no_process(choice: str, num_bytes: int, kind: Calla
     )
     assert type(publisher) is kind
     publisher.close()
+
+
+@pytest.mark.parametrize("store", ["", "memory://weights"])
+def test_a_version_that_nobody_would_take_is_refused_before_anything_starts(store: str) -> None:
+    settings = WeightSettings(max_model_bytes=1000, store=store)
+    with pytest.raises(ConfigError, match=r"weights\.max_model_bytes = 1000: a version of this model has 1001 bytes"):
+        create_publisher(settings, num_bytes=1001, run="run.1")
 
 
 def test_the_process_needs_no_torch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -12,6 +13,7 @@ import zmq.auth
 from pipeline.config import WeightSettings
 from pipeline.errors import ConfigError
 from pipeline.weights import WeightPublisher, WeightSubscriber
+from pipeline.weights.relay import Relay
 from pipeline.weights.security import load_server_keys
 from tests.weights.states import FAST, at, make_state, next_within, same
 
@@ -114,6 +116,16 @@ def test_listening_everywhere_needs_an_address_to_advertise() -> None:
         pytest.raises(ConfigError, match=r"weights\.advertise"),
     ):
         publisher.start()
+
+
+@pytest.mark.parametrize(
+    ("host", "named"),
+    [("0.0.0.0", r"weights\.relay_host = .*weights\.relay_advertise"), ("192.0.2.1", r"weights\.relay_host = ")],
+)
+def test_a_relay_that_cannot_listen_names_its_own_settings(host: str, named: str) -> None:
+    relay = Relay(with_settings(relay=True, relay_host=host))
+    with contextlib.closing(relay), pytest.raises(ConfigError, match=named):
+        relay.start()
 
 
 @pytest.mark.parametrize(("host", "advertise"), [("0.0.0.0", "127.0.0.1"), ("localhost", ""), ("::1", "")])

@@ -25,7 +25,7 @@ from pipeline.weights.meeting import enter, leave, remove_abandoned
 from pipeline.weights.sharing import CURRENT, SharedSubscriber
 from pipeline.weights.subscriber import WeightSubscriber
 from tests.weights.drift import drifted
-from tests.weights.states import DEADLINE_S, FAST, at, checksum, make_state, next_within, same
+from tests.weights.states import DEADLINE_S, FAST, at, checksum, make_state, next_within, same, until
 
 DELTA = FAST.model_copy(update={"encoding": "delta", "tile_bytes": 16_384})
 ROOT = Path(__file__).parents[2]
@@ -137,6 +137,26 @@ async def test_a_newcomer_has_what_is_there_at_once_and_needs_no_publisher(tmp_p
                 assert (newcomer.stats.num_mapped, newcomer.stats.num_received_bytes) == (1, 0)
 
 
+async def test_a_newcomer_has_what_is_there_also_after_the_one_who_received_it_has_gone(tmp_path: Path) -> None:
+    with WeightPublisher(DELTA) as publisher:
+        endpoints = publisher.start()
+        publisher.publish(drifted(0))
+        async with neighbours(tmp_path, endpoints, 1) as (first,):
+            await first.line(0)
+            async with SharedSubscriber(DELTA, resolve=at(endpoints), folder=tmp_path) as other:
+                await next_within(other, None)
+                following = asyncio.create_task(next_within(other, 0))
+                await first.end()
+                await until(lambda: other.is_receiving)
+                async with SharedSubscriber(DELTA, resolve=at(endpoints), folder=tmp_path) as newcomer:
+                    assert same(await next_within(newcomer, None), drifted(0))
+                    assert (newcomer.is_receiving, newcomer.stats.num_mapped) == (False, 1)
+                    publisher.publish(drifted(1))
+                    assert same(await next_within(newcomer, 0), drifted(1))
+                    assert same(await following, drifted(1))
+                    assert (newcomer.is_receiving, newcomer.stats.num_mapped) == (False, 2)
+
+
 async def test_a_state_stays_as_it_is_while_someone_on_the_machine_holds_it(tmp_path: Path) -> None:
     with WeightPublisher(FAST) as publisher:
         endpoints = publisher.start()
@@ -163,7 +183,7 @@ async def test_two_buffers_are_enough_for_those_that_keep_up(tmp_path: Path) -> 
         places.add(place["path"])
         seen = map_shared(place, 5_000)
         assert seen is not None
-        assert int.from_bytes(seen[:4], "little") == number
+        assert int.from_bytes(seen.buffer[:4], "little") == number
         del loan, seen
     assert len(places) == 1
     held = pool.borrow()
