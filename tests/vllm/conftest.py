@@ -29,18 +29,15 @@ from tests.vllm.history import History
 STARTS_S = 300  # one engine on a busy machine
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Without vLLM these are skipped; `make setup-vllm` brings it."""
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.skipif(installed_version() is None, reason="vLLM is not installed"))
-            item.add_marker(pytest.mark.timeout(STARTS_S))
-            # In one process, so that a module shares its engine and no two take the memory of the machine.
-            item.add_marker(pytest.mark.xdist_group("vllm"))
-            # What vLLM warns of is its own affair.
-            item.add_marker(pytest.mark.filterwarnings("default"))
+    if Path(__file__).parent in item.path.parents:
+        item.add_marker(pytest.mark.skipif(installed_version() is None, reason="vLLM is not installed"))
+        item.add_marker(pytest.mark.timeout(STARTS_S))
+        # In one process, so that a module shares its engine and no two take the memory of the machine.
+        item.add_marker(pytest.mark.xdist_group("vllm"))
+        # What vLLM warns of is its own affair.
+        item.add_marker(pytest.mark.filterwarnings("default"))
 
 
 def pytest_sessionfinish() -> None:

@@ -31,8 +31,16 @@ ROOT = Path(__file__).parents[2]
 
 def child_of(process: psutil.Process) -> psutil.Process:
     """The process that serves weights for another."""
-    (child,) = [found for found in process.children() if "pipeline.weights.serving" in found.cmdline()]
+    (child,) = [found for found in process.children() if "pipeline.weights.serving" in words_of(found)]
     return child
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """Its command line; empty where it has ended."""
+    try:
+        return process.cmdline()
+    except (psutil.ZombieProcess, psutil.NoSuchProcess):
+        return []
 
 
 async def test_what_is_published_arrives_bit_for_bit_whole_and_as_changes() -> None:

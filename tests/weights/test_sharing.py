@@ -54,7 +54,7 @@ class Neighbour:
             while True:
                 words = (await self.process.stdout.readline()).split()
                 assert words, "it has ended"
-                if int(words[0]) >= version:
+                if words[0].isdigit() and int(words[0]) >= version:  # the others are of its log
                     return Line(int(words[0]), words[1].decode(), words[2] == b"1", int(words[3]))
 
     async def end(self) -> None:
