@@ -24,7 +24,7 @@ demo: $(if $(filter vllm,$(ENGINE)),setup-vllm,setup) ## Watch a tiny model lear
 	@$(BIN)/rollstream demo --engine $(ENGINE) $(ARGS)
 
 test: setup ## Run all tests (ARGS="tests/test_cli.py -x")
-	@$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadscope $(ARGS)
 
 check: setup ## Lint, format, types, import layers, documentation
 	@$(BIN)/ruff check .

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -29,6 +30,20 @@ def pytest_configure() -> None:
     """A shell starts what runs in the background deaf to SIGINT, and processes of the tests would inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests go one by one to whoever is free, but those of vLLM stay together: a module of them shares an engine."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith("tests/vllm/"):
+                return "tests/vllm"
+            return nodeid.partition("::")[0] if "test_vllm_run.py" in nodeid else nodeid
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")

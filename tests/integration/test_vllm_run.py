@@ -21,7 +21,6 @@ from tests.tiny import make_tiny_model
 pytestmark = [
     pytest.mark.skipif(installed_version() is None, reason="vLLM is not installed"),
     pytest.mark.timeout(400),
-    pytest.mark.xdist_group("vllm"),
 ]
 
 STARTS_S = 240.0

@@ -34,8 +34,6 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if Path(__file__).parent in item.path.parents:
         item.add_marker(pytest.mark.skipif(installed_version() is None, reason="vLLM is not installed"))
         item.add_marker(pytest.mark.timeout(STARTS_S))
-        # In one process, so that a module shares its engine and no two take the memory of the machine.
-        item.add_marker(pytest.mark.xdist_group("vllm"))
         # What vLLM warns of is its own affair.
         item.add_marker(pytest.mark.filterwarnings("default"))
 

@@ -155,14 +155,14 @@ async def test_publishing_waits_for_no_write_and_the_newest_version_wins(tmp_pat
 
 
 async def test_the_last_version_is_written_although_the_publisher_ends(tmp_path: Path) -> None:
-    settings = settings_for(str(tmp_path))
+    settings, before = settings_for(str(tmp_path)), set(threading.enumerate())
     with publishing(settings) as publisher:
         publisher.publish(make_state(1))
     publisher.close()
     async with StoreSubscriber(settings, resolve=at(endpoints())) as subscriber:
         assert same(await next_within(subscriber, None), make_state(1))
         subscriber.close()
-    await until(lambda: not any(thread.name.startswith("weight-") for thread in threading.enumerate()))
+    await until(lambda: not any(thread.name.startswith("weight-") for thread in set(threading.enumerate()) - before))
 
 
 async def test_a_version_that_is_not_newer_is_refused_also_after_a_restart(store: str) -> None:
