@@ -138,7 +138,7 @@ def encode_manifest(manifest: Manifest) -> tuple[bytes, bytes]:
             "kind": manifest.kind.value,
             "num_bytes": manifest.num_bytes,
             "tile_bytes": manifest.tile_bytes,
-            "tensors": [[item.name, item.dtype, item.shape, item.offset, item.num_bytes] for item in manifest.tensors],
+            "tensors": table_rows(manifest.tensors),
             "tile_hashes": manifest.tile_hashes,
         }
     )
@@ -182,10 +182,20 @@ def _read(fields: dict[str, Any], root: bytes) -> Manifest:
         kind=WeightKind(fields["kind"]),
         num_bytes=_natural(fields["num_bytes"]),
         tile_bytes=_natural(fields["tile_bytes"]),
-        tensors=tuple(_read_entry(*item) for item in fields["tensors"]),
+        tensors=read_table(fields["tensors"]),
         tile_hashes=_bytes(fields["tile_hashes"]),
         root=root,
     )
+
+
+def table_rows(table: Iterable[TensorEntry]) -> list[list[Any]]:
+    """A table in plain values; `read_table` reads it."""
+    return [[item.name, item.dtype, item.shape, item.offset, item.num_bytes] for item in table]
+
+
+def read_table(rows: Iterable[Iterable[object]]) -> tuple[TensorEntry, ...]:
+    """The table that was written as these rows. Raises TypeError where something is of the wrong type."""
+    return tuple(_read_entry(*row) for row in rows)
 
 
 def _read_entry(name: object, dtype: object, shape: object, offset: object, num_bytes: object) -> TensorEntry:

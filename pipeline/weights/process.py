@@ -25,13 +25,13 @@ from pipeline.errors import ConfigError, WeightError
 from pipeline.logs import get_logger
 from pipeline.programs import program
 from pipeline.weights.codec import content_table, write_content
+from pipeline.weights.manifest import table_rows
 from pipeline.weights.protocol import NOTHING
 from pipeline.weights.publisher import PublisherStats
 from pipeline.weights.server import ServerStats
 from pipeline.weights.slots import Slot
 from pipeline.weights.state import Endpoints, WeightState
 
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _MAX_SLOTS = 4  # one served, one being read, one being written, one that a slow reader still has
 _WAIT_S = 1.0
 _SILENT_S = 30.0  # it says something every second
@@ -91,14 +91,13 @@ class PublisherProcess:
             table, num_bytes = content_table(state)
             slot = self._free_slot(num_bytes)
             write_content(state, table, [slot.content(num_bytes)] if num_bytes else [])
-            rows = [[item.name, item.dtype, item.shape, item.offset, item.num_bytes] for item in table]
             self._send(
                 {
                     "slot": slot.number,
                     "num_bytes": num_bytes,
                     "weight_version": state.weight_version,
                     "kind": state.kind.value,
-                    "tensors": rows,
+                    "tensors": table_rows(table),
                 }
             )
             self._last_version = state.weight_version
@@ -219,7 +218,7 @@ def receive(channel: socket.socket, on_fds: Callable[[list[int]], object] = lamb
 
 
 def read_stats(fields: dict[str, Any], publish_s: float) -> PublisherStats:
-    """What `write_stats` wrote. publish_s: that the caller of `publish` has waited."""
+    """The figures that the process has sent. publish_s: that the caller of `publish` has waited."""
     server = ServerStats(**fields.pop("server"))
     return PublisherStats(**{**fields, "publish_s": publish_s}, server=server)
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import overload
 
 from pipeline.config import WeightSettings
-from pipeline.errors import ConfigError, WeightError
+from pipeline.errors import ConfigError
 from pipeline.weights.address_watch import Resolve
 from pipeline.weights.codec import WeightObject
 from pipeline.weights.patches import PatchSet
@@ -50,11 +50,8 @@ class Relay:
         patches = None
         if isinstance(transfer, PatchTransfer):
             patches = PatchSet(table=transfer.table, payload=payloads[1], parcels=_Parcels(transfer))
-        try:
-            self._publisher.pass_on(transfer.manifest.session, item, patches)
-        except WeightError:  # the same version again, after what came of it was lost
-            self._publisher.withdraw(transfer.manifest.weight_version)
-            self._publisher.pass_on(transfer.manifest.session, item, patches)
+        self.withdraw(transfer)  # it may be the same version again, after what came of it was lost
+        self._publisher.pass_on(transfer.manifest.session, item, patches)
 
     def note_pieces(self) -> None:
         """More of it has come."""

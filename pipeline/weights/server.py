@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import zmq
 
+from pipeline.weights.codec import WeightObject
 from pipeline.weights.protocol import NO_SESSION, NOTHING, WANTS_PATCHES, ErrorCode, Header, Kind
 from pipeline.weights.shelf import Shelf
 
@@ -134,15 +135,12 @@ class TileServer:
         patching = self._shelf.start_patching(request.version, request.root) if wants_patches else None
         if patching is not None:
             newer, patches = patching
-            version, root = newer.manifest.weight_version, newer.manifest.root
-            answer = replace(request, kind=Kind.PATCHES, version=version, root=root)
+            answer = _about(newer, request, Kind.PATCHES)
             self.stats.num_patch_tables += self._send(peer, answer, newer.payload, patches.payload)
             return
         item = self._shelf.start_transfer(peer, request.version)
         if item is not None:
-            version, root = item.manifest.weight_version, item.manifest.root
-            answer = replace(request, kind=Kind.MANIFEST, version=version, root=root)
-            self.stats.num_manifests += self._send(peer, answer, item.payload)
+            self.stats.num_manifests += self._send(peer, _about(item, request, Kind.MANIFEST), item.payload)
             return
         newest = self._shelf.newest()
         version = NOTHING if newest is None else newest.manifest.weight_version
@@ -150,33 +148,25 @@ class TileServer:
 
     def _serve_tile(self, peer: bytes, request: Header) -> None:
         item = self._shelf.find(peer, request.version, request.root)
-        if item is None:
-            self.stats.num_gone += 1
-            self._send(peer, replace(request, kind=Kind.ERROR, code=ErrorCode.GONE))
-            return
-        if request.index >= len(item.tiles):
-            self.stats.num_malformed += 1
-            self._send(peer, replace(request, kind=Kind.ERROR, code=ErrorCode.NO_SUCH_TILE))
-            return
-        tile = self._awaited(item.tiles, peer, request)
-        if tile is None:
-            return
-        self.stats.num_tiles += self._send(peer, replace(request, kind=Kind.TILE), tile)
+        self.stats.num_tiles += self._serve_piece(peer, request, Kind.TILE, None if item is None else item.tiles)
 
     def _serve_parcel(self, peer: bytes, request: Header) -> None:
         patches = self._shelf.find_patches(request.root)
-        if patches is None:
+        parcels = None if patches is None else patches.parcels
+        self.stats.num_parcels += self._serve_piece(peer, request, Kind.PARCEL, parcels)
+
+    def _serve_piece(self, peer: bytes, request: Header, kind: Kind, pieces: Sequence[_Piece | None] | None) -> bool:
+        """Whether it is on its way. pieces: None where they are no longer held."""
+        if pieces is None:
             self.stats.num_gone += 1
             self._send(peer, replace(request, kind=Kind.ERROR, code=ErrorCode.GONE))
-            return
-        if request.index >= len(patches.parcels):
+            return False
+        if request.index >= len(pieces):
             self.stats.num_malformed += 1
             self._send(peer, replace(request, kind=Kind.ERROR, code=ErrorCode.NO_SUCH_TILE))
-            return
-        parcel = self._awaited(patches.parcels, peer, request)
-        if parcel is None:
-            return
-        self.stats.num_parcels += self._send(peer, replace(request, kind=Kind.PARCEL), parcel)
+            return False
+        piece = self._awaited(pieces, peer, request)
+        return piece is not None and self._send(peer, replace(request, kind=kind), piece)
 
     def _awaited(self, pieces: Sequence[_Piece | None], peer: bytes, request: Header) -> _Piece | None:
         """The piece that is asked for; None where the request has to wait for it."""
@@ -210,3 +200,8 @@ class TileServer:
             return False
         self.stats.num_bytes += sum(len(part) for part in payload)
         return True
+
+
+def _about(item: WeightObject, request: Header, kind: Kind) -> Header:
+    """An answer that names this object."""
+    return replace(request, kind=kind, version=item.manifest.weight_version, root=item.manifest.root)

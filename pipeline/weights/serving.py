@@ -19,7 +19,7 @@ from typing import Any
 
 from pipeline.config import WeightSettings
 from pipeline.errors import ConfigError, WeightError
-from pipeline.weights.manifest import TensorEntry
+from pipeline.weights.manifest import read_table
 from pipeline.weights.process import receive, send
 from pipeline.weights.publisher import WeightPublisher
 from pipeline.weights.slots import Slot
@@ -90,10 +90,7 @@ class Serving:
 
     def _publish(self, publisher: WeightPublisher, message: dict[str, Any]) -> None:
         content = self._slots[message["slot"]].lend(message["num_bytes"], self._returned.put)
-        table = tuple(
-            TensorEntry(name=name, dtype=dtype, shape=tuple(shape), offset=offset, num_bytes=num_bytes)
-            for name, dtype, shape, offset, num_bytes in message["tensors"]
-        )
+        table = read_table(message["tensors"])
         try:
             publisher.publish_content(message["weight_version"], WeightKind(message["kind"]), table, content)
         except WeightError as error:

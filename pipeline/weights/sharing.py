@@ -58,7 +58,6 @@ class SharedSubscriber:
         self._received: Content | None = None  # the newest, by this process
         self._latest: Content | None = None  # that was returned
         self._mapped: Mapped | None = None  # the newest, of another process
-        self._last_version = NOTHING
         self._seen: tuple[tuple[int, int], int] | None = None  # CURRENT as it was, and its version
         self._unmapped_since: float | None = None
         self._is_alone = False
@@ -225,10 +224,5 @@ class SharedSubscriber:
         return max(silent_s, unmapped_s) > _LOST_AFTER_S
 
     def _count(self, content: Content) -> None:
-        version, stats = content.manifest.weight_version, self._stats
-        if self._last_version != NOTHING:
-            stats.num_skipped += max(0, version - self._last_version - 1)
-        self._last_version = version
-        stats.num_versions += 1
-        stats.num_bytes += content.manifest.num_bytes
-        stats.num_mapped += not self.is_receiving
+        self._stats.arrived(content.manifest, is_patched=False, num_received_bytes=0, receive_s=0.0, verify_s=0.0)
+        self._stats.num_mapped += not self.is_receiving

@@ -17,7 +17,6 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
 
 import zmq
 import zmq.asyncio
@@ -26,18 +25,16 @@ from pipeline.config import WeightSettings
 from pipeline.errors import WeightError
 from pipeline.logs import get_logger
 from pipeline.weights.address_watch import LOOK_EVERY_S, MovedError, Resolve, unless_moved
-from pipeline.weights.choice import Choice
 from pipeline.weights.link import Answer, Link
 from pipeline.weights.manifest import decode_manifest
 from pipeline.weights.memory import BufferPool, Pool
 from pipeline.weights.orders import Orders
 from pipeline.weights.patches import decode_table
 from pipeline.weights.protocol import NO_ROOT, NOTHING, WANTS_PATCHES, Kind
+from pipeline.weights.reception import Reception
 from pipeline.weights.relay import Relay
 from pipeline.weights.security import check_public_key
-from pipeline.weights.state import WeightState
 from pipeline.weights.subscriber_stats import Phase, SubscriberStats
-from pipeline.weights.throttle import Throttle
 from pipeline.weights.transfer import Content, PatchTransfer, SnapshotTransfer, Transfer
 
 _SILENT_POLLS = 3  # intervals without an answer after which the publisher may have moved
@@ -50,7 +47,7 @@ class _SilenceError(Exception):
     """The publisher does not answer."""
 
 
-class WeightSubscriber:
+class WeightSubscriber(Reception):
     """One reader of weights, in one event loop. `next` is not to be called twice at a time.
 
     resolve: where the publisher is now; None while there is none. Asked all the time, so that a new
@@ -67,35 +64,16 @@ class WeightSubscriber:
         make_pool: Callable[[int], Pool] = BufferPool,
         relay: Relay | None = None,
     ) -> None:
+        super().__init__(settings, make_pool)
         check_public_key(settings.server_public_key)
-        self._settings = settings
         self._resolve = resolve
         self._context = zmq.asyncio.Context()
         self._receiver = b"r" + uuid.uuid4().bytes  # ZeroMQ keeps names that begin with a zero byte for itself
         self._numbers = itertools.count(1)
         self._link: Link | None = None
         self._transfer: Transfer | None = None
-        self._held: Content | None = None  # the last that is complete, which patches start from
-        self._choice = Choice(settings.encoding)
-        self._throttle = Throttle(settings.max_mbit_per_s * 1e6 / 8)
         self._relay = relay
-        self._make_pool = make_pool
-        self._pool = make_pool(0)
         self._patience = 1
-        self._receive_s = 0.0  # of the transfer under way
-        self._stats = SubscriberStats()
-
-    async def next(self, newer_than: int | None) -> WeightState:
-        """The newest version above `newer_than` (None: any), verified. Waits as long as it must.
-
-        Cancelling it is safe, and what has come so far is used by the next call. The state has
-        memory of its own, which is used again only after every view of it is gone.
-        """
-        return (await self.next_content(newer_than)).state()
-
-    def start_from(self, content: Content) -> None:
-        """Patches may start from a version that came another way."""
-        self._held = content
 
     async def next_content(self, newer_than: int | None) -> Content:
         """The same as it lies in memory."""
@@ -121,11 +99,6 @@ class WeightSubscriber:
                 return self._finished(transfer)
 
     @property
-    def is_receiving(self) -> bool:
-        """Whether this process receives by itself."""
-        return True
-
-    @property
     def stats(self) -> SubscriberStats:
         """A copy of the figures."""
         ignored = self._stats.num_ignored + (self._link.num_ignored if self._link else 0)
@@ -139,14 +112,6 @@ class WeightSubscriber:
             self._relay.close()
         if not self._context.closed:
             self._context.term()
-
-    async def __aenter__(self) -> WeightSubscriber:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # Connection
 
@@ -251,12 +216,7 @@ class WeightSubscriber:
         if version <= floor or (version, manifest.root) != (answer.header.version, answer.header.root):
             raise WeightError(f"the manifest is of version {version}, not of the one that was asked for")
         table = decode_table(answer.payloads[1], manifest) if answer.header.kind is Kind.PATCHES else None
-        if self._pool.buffer_bytes != manifest.num_bytes:
-            self._pool = self._make_pool(manifest.num_bytes)
-        try:
-            buffer = self._pool.borrow()
-        except MemoryError as error:
-            raise WeightError(f"no memory for the {manifest.num_bytes} bytes of version {version}") from error
+        buffer = self._borrow(manifest)
         if table is None:
             return SnapshotTransfer(manifest, buffer)
         base = self._held
@@ -289,20 +249,12 @@ class WeightSubscriber:
             self._relay.note_pieces()
 
     def _finished(self, transfer: Transfer) -> Content:
-        is_patched = isinstance(transfer, PatchTransfer)
-        made_s = transfer.table.encode_s if isinstance(transfer, PatchTransfer) else 0.0
-        self._choice.note(
-            is_patches=is_patched, seconds=self._receive_s + made_s, num_bytes=transfer.manifest.num_bytes
-        )
         self._transfer = None
-        content = transfer.content()
-        self._held = None if self._settings.encoding == "snapshot" else content
         self._patience = 1
-        self._stats.arrived(
-            transfer.manifest,
-            is_patched=is_patched,
+        return self._complete(
+            transfer.content(),
+            is_patched=isinstance(transfer, PatchTransfer),
+            made_s=transfer.table.encode_s if isinstance(transfer, PatchTransfer) else 0.0,
             num_received_bytes=transfer.num_bytes,
-            receive_s=self._receive_s,
             verify_s=transfer.verify_s,
         )
-        return content

@@ -59,9 +59,8 @@ class Transfer(ABC):
         self.manifest = manifest
         self.verify_s = 0.0
         self.num_bytes = 0
-        self.num_verified = num_pieces
         self._missing = deque(pieces)
-        self.num_verified -= len(self._missing)
+        self.num_verified = num_pieces - len(self._missing)
         self._content = Content(manifest, buffer)
         self._num_pieces = num_pieces
         self._is_verified = bytearray(num_pieces)
@@ -186,7 +185,6 @@ class PatchTransfer(Transfer):
         self._widths = tile_widths(manifest)
         self._keeps_parcels = keeps_parcels
         self._kept: dict[int, bytes] = {}
-        self._is_placed = bytearray(table.num_parcels)
         self._unchanged = sorted(set(range(table.num_parcels)) - set(filled))
 
     def piece_size(self, index: int) -> int:
@@ -195,8 +193,7 @@ class PatchTransfer(Transfer):
 
     def has_tile(self, index: int) -> bool:
         """Whether its parcel has come."""
-        parcel = bisect_right(self.table.bounds, index) - 1
-        return bool(self._is_placed[parcel])
+        return bool(self._is_verified[bisect_right(self.table.bounds, index) - 1])
 
     def parcel(self, index: int) -> bytes | None:
         """A parcel that has come; only where they are kept."""
@@ -212,6 +209,7 @@ class PatchTransfer(Transfer):
         unchanged, self._unchanged = self._unchanged, []
         for parcel in unchanged:
             await asyncio.to_thread(self._timed_place, parcel, memoryview(b""))
+            self._is_verified[parcel] = 1
 
     def _place(self, index: int, data: memoryview) -> bool:
         if not self.table.is_parcel(index, data):
@@ -227,5 +225,4 @@ class PatchTransfer(Transfer):
                 )
         if self._keeps_parcels:
             self._kept[index] = bytes(data)
-        self._is_placed[index] = 1
         return True

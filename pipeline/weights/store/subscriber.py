@@ -15,18 +15,17 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
 
 from pipeline.config import WeightSettings
 from pipeline.errors import WeightError
 from pipeline.logs import get_logger
 from pipeline.weights.address_watch import LOOK_EVERY_S, MovedError, Resolve, unless_moved
-from pipeline.weights.choice import Choice
 from pipeline.weights.manifest import Manifest, decode_manifest
 from pipeline.weights.memory import BufferPool, Pool
 from pipeline.weights.patches import decode_table
 from pipeline.weights.protocol import MAX_MANIFEST_BYTES, NOTHING
-from pipeline.weights.state import Endpoints, WeightState
+from pipeline.weights.reception import Reception
+from pipeline.weights.state import Endpoints
 from pipeline.weights.store.folder import Folder, check_store, open_folder
 from pipeline.weights.store.intake import (
     FileReader,
@@ -47,7 +46,6 @@ from pipeline.weights.store.pointer import (
     tile_pieces,
 )
 from pipeline.weights.subscriber_stats import Phase, SubscriberStats
-from pipeline.weights.throttle import Throttle
 from pipeline.weights.transfer import Content
 
 _LONGEST_WAIT_S = 30.0  # for a store that cannot be read, unless `poll_s` is longer
@@ -57,7 +55,7 @@ _FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 log = get_logger()
 
 
-class StoreSubscriber:
+class StoreSubscriber(Reception):
     """One reader of weights, in one event loop. `next` is not to be called twice at a time.
 
     resolve: which folder the run's weights lie in; None while nobody has said so. What it raises
@@ -67,34 +65,16 @@ class StoreSubscriber:
     def __init__(
         self, settings: WeightSettings, *, resolve: Resolve, make_pool: Callable[[int], Pool] = BufferPool
     ) -> None:
+        super().__init__(settings, make_pool)
         check_store(settings.store)
-        self._settings = settings
         self._resolve = resolve
-        self._reader = FileReader(Throttle(settings.max_mbit_per_s * 1e6 / 8))
+        self._reader = FileReader(self._throttle)
         self._endpoints: Endpoints | None = None
         self._folder: Folder | None = None
         self._intake: Intake | None = None
-        self._held: Content | None = None  # the last that is complete, which patches start from
-        self._choice = Choice(settings.encoding)
-        self._make_pool = make_pool
-        self._pool = make_pool(0)
         self._not_by_patches = b""  # root of a version whose patches were of no use
-        self._receive_s = 0.0  # of the intake
         self._num_unread = 0  # attempts in a row in which the store could not be read
         self._problem = ""
-        self._stats = SubscriberStats()
-
-    async def next(self, newer_than: int | None) -> WeightState:
-        """The newest version above `newer_than` (None: any), verified. Waits as long as it must.
-
-        Cancelling it is safe, and what has come so far is used by the next call. The state has
-        memory of its own, which is used again only after every view of it is gone.
-        """
-        return (await self.next_content(newer_than)).state()
-
-    def start_from(self, content: Content) -> None:
-        """Patches may start from a version that came another way."""
-        self._held = content
 
     async def next_content(self, newer_than: int | None) -> Content:
         """The same as it lies in memory."""
@@ -109,11 +89,6 @@ class StoreSubscriber:
                 self._endpoints = None
 
     @property
-    def is_receiving(self) -> bool:
-        """Whether this process receives by itself."""
-        return True
-
-    @property
     def stats(self) -> SubscriberStats:
         """A copy of the figures."""
         return replace(self._stats)
@@ -122,14 +97,6 @@ class StoreSubscriber:
         """Free everything, after `next` has returned or was cancelled. Safe to call twice."""
         self._intake = self._held = None
         self._reader.close()
-
-    async def __aenter__(self) -> StoreSubscriber:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     async def _located(self) -> tuple[Endpoints, Folder]:
         """Where the weights lie, once somebody says so."""
@@ -252,26 +219,9 @@ class StoreSubscriber:
             return None
         return PatchIntake(manifest, self._borrow(manifest), base, steps)
 
-    def _borrow(self, manifest: Manifest) -> memoryview:
-        if self._pool.buffer_bytes != manifest.num_bytes:
-            self._pool = self._make_pool(manifest.num_bytes)
-        try:
-            return self._pool.borrow()
-        except MemoryError as error:
-            raise WeightError(
-                f"no memory for the {manifest.num_bytes} bytes of version {manifest.weight_version}"
-            ) from error
-
     def _finished(self, intake: Intake, content: Content) -> Content:
-        self._choice.note(is_patches=intake.is_patched, seconds=self._receive_s, num_bytes=intake.manifest.num_bytes)
         self._intake = None
-        self._held = None if self._settings.encoding == "snapshot" else content
         self._num_unread, self._problem = 0, ""
-        self._stats.arrived(
-            intake.manifest,
-            is_patched=intake.is_patched,
-            num_received_bytes=intake.num_bytes,
-            receive_s=self._receive_s,
-            verify_s=intake.verify_s,
+        return self._complete(
+            content, is_patched=intake.is_patched, num_received_bytes=intake.num_bytes, verify_s=intake.verify_s
         )
-        return content
