@@ -14,14 +14,20 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from pipeline.config import WeightSettings
-from pipeline.weights import Endpoints
+from pipeline.weights import Endpoints, WeightState
 from pipeline.weights.store.publisher import StorePublisher
 from pipeline.weights.store.subscriber import StoreSubscriber
-from tests.weights.states import DEADLINE_S, at, until
+from tests.weights.states import DEADLINE_S, at, make_state, until
 
 ROOT = Path(__file__).parents[2]
 RUN = "run.1"
 FILE_BYTES = 32 * 1024
+SIZE = 400_000  # bytes of a version: a dozen files
+
+
+def state_of(version: int) -> WeightState:
+    """A version whose content tells which it is."""
+    return make_state(version, num_bytes=SIZE)
 
 
 def settings_for(store: str, **changes: object) -> WeightSettings:

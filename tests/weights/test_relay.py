@@ -75,6 +75,22 @@ async def stopped_in_the_middle(publisher: WeightPublisher, subscriber: WeightSu
     assert begun.cancelled()
 
 
+@asynccontextmanager
+async def interrupted_relay() -> AsyncIterator[tuple[WeightPublisher, Relay, WeightSubscriber, WeightSubscriber]]:
+    """The trainer, a relay that has some of the first version, its subscriber, and one that fetches from it."""
+    with WeightPublisher(FAST) as publisher:
+        endpoints = publisher.start()
+        publisher.publish(make_state(0, num_bytes=SIZE))
+        relay = Relay(SETTINGS)
+        where = replace(relay.start(), session=endpoints.session)
+        async with (
+            WeightSubscriber(FAST.model_copy(update={"credits": 1}), resolve=at(endpoints), relay=relay) as parent,
+            WeightSubscriber(FAST, resolve=at(where)) as child,
+        ):
+            await stopped_in_the_middle(publisher, parent)
+            yield publisher, relay, parent, child
+
+
 async def test_eight_receivers_cost_the_trainer_one_copy_whole_and_as_changes() -> None:
     with WeightPublisher(SETTINGS) as publisher:
         endpoints = publisher.start()
@@ -93,21 +109,12 @@ async def test_eight_receivers_cost_the_trainer_one_copy_whole_and_as_changes() 
 
 
 async def test_pieces_are_passed_on_before_all_are_there() -> None:
-    with WeightPublisher(FAST) as publisher:
-        endpoints = publisher.start()
-        publisher.publish(make_state(0, num_bytes=SIZE))
-        relay = Relay(SETTINGS)
-        where = replace(relay.start(), session=endpoints.session)
-        async with (
-            WeightSubscriber(FAST.model_copy(update={"credits": 1}), resolve=at(endpoints), relay=relay) as parent,
-            WeightSubscriber(FAST, resolve=at(where)) as child,
-        ):
-            await stopped_in_the_middle(publisher, parent)
-            waiting = asyncio.create_task(next_within(child, None))
-            await until(lambda: relay.stats.server.num_tiles >= 1)
-            assert not waiting.done()
-            assert same(await next_within(parent, None), make_state(0, num_bytes=SIZE))
-            assert same(await waiting, make_state(0, num_bytes=SIZE))
+    async with interrupted_relay() as (_, relay, parent, child):
+        waiting = asyncio.create_task(next_within(child, None))
+        await until(lambda: relay.stats.server.num_tiles >= 1)
+        assert not waiting.done()
+        assert same(await next_within(parent, None), make_state(0, num_bytes=SIZE))
+        assert same(await waiting, make_state(0, num_bytes=SIZE))
 
 
 async def test_receivers_behind_relays_wait_for_the_first_version_and_not_for_a_silence_to_end() -> None:
@@ -141,24 +148,15 @@ async def test_a_relay_that_dies_in_mid_transfer_is_routed_around_and_its_tiles_
 
 
 async def test_a_version_that_never_becomes_whole_is_withdrawn() -> None:
-    with WeightPublisher(FAST) as publisher:
-        endpoints = publisher.start()
-        publisher.publish(make_state(0, num_bytes=SIZE))
-        relay = Relay(SETTINGS)
-        where = replace(relay.start(), session=endpoints.session)
-        async with (
-            WeightSubscriber(FAST.model_copy(update={"credits": 1}), resolve=at(endpoints), relay=relay) as parent,
-            WeightSubscriber(FAST, resolve=at(where)) as child,
-        ):
-            await stopped_in_the_middle(publisher, parent)
-            waiting = asyncio.create_task(next_within(child, None))
-            await until(lambda: relay.stats.server.num_tiles >= 2)
-            for version in (1, 2, 3):
-                publisher.publish(make_state(version, num_bytes=SIZE))
-            # What it has begun with is no longer of use to it: newer than 1 is asked for.
-            state = await next_within(parent, 1)
-            assert same(state, make_state(3, num_bytes=SIZE))
-            assert same(await waiting, make_state(3, num_bytes=SIZE))
+    async with interrupted_relay() as (publisher, relay, parent, child):
+        waiting = asyncio.create_task(next_within(child, None))
+        await until(lambda: relay.stats.server.num_tiles >= 2)
+        for version in (1, 2, 3):
+            publisher.publish(make_state(version, num_bytes=SIZE))
+        # What it has begun with is no longer of use to it: newer than 1 is asked for.
+        state = await next_within(parent, 1)
+        assert same(state, make_state(3, num_bytes=SIZE))
+        assert same(await waiting, make_state(3, num_bytes=SIZE))
 
 
 async def test_a_restarted_trainer_is_followed_through_the_same_relays() -> None:

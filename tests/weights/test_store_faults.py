@@ -13,7 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from pipeline.errors import ConfigError, ServiceUnavailableError, WeightError
-from pipeline.weights import Endpoints, WeightState
+from pipeline.weights import Endpoints
 from pipeline.weights.channel import create_publisher
 from pipeline.weights.receiver import create_receiver
 from pipeline.weights.store.folder import check_store
@@ -21,22 +21,17 @@ from pipeline.weights.store.pointer import decode_pointer, encode_pointer
 from pipeline.weights.store.subscriber import StoreSubscriber
 from pipeline.weights.subscriber_stats import Phase
 from tests.weights.drift import drifted
-from tests.weights.states import at, make_state, next_within, same, until
+from tests.weights.states import at, next_within, same, until
 from tests.weights.stores import (
     RUN,
     endpoints,
     files_of,
     publishing,
     settings_for,
+    state_of,
     store_channel,
     written,
 )
-
-SIZE = 400_000  # bytes of a version: a dozen files
-
-
-def state_of(version: int) -> WeightState:
-    return make_state(version, num_bytes=SIZE)
 
 
 def flip(path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from pipeline.weights import WeightState
 from pipeline.weights.codec import Encoder
 from pipeline.weights.store.folder import open_folder
 from pipeline.weights.store.pointer import decode_pointer
@@ -28,15 +27,10 @@ from tests.weights.stores import (
     files_of,
     publishing,
     settings_for,
+    state_of,
     store_channel,
     written,
 )
-
-SIZE = 400_000  # bytes of a version: a dozen files
-
-
-def state_of(version: int) -> WeightState:
-    return make_state(version, num_bytes=SIZE)
 
 
 async def test_a_publisher_that_is_killed_in_mid_write_leaves_its_readers_on_the_version_before(store: str) -> None:
