@@ -1,0 +1,119 @@
+"""Settings: what they are called, what they default to, and where they come from.
+
+In: TOML files, environment and `--set` overrides. Out: one frozen `Config`; a component receives
+its own section, never the whole. Unknown keys fail and name the nearest known one.
+
+One module for each part of the way; `Config` puts their sections in data-flow order, and `config.toml`
+is rendered from it (`pipeline.settings.files`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, model_validator
+
+from pipeline.config.base import Section
+from pipeline.config.generation import (
+    DataSettings,
+    GenerationSettings,
+    LoraSettings,
+    ModelSettings,
+    OpenAiSettings,
+    RewardSettings,
+    ScoringSettings,
+    ScriptedSettings,
+)
+from pipeline.config.learning import AlgorithmSettings, EvaluationSettings, StalenessSettings, TrainerSettings
+from pipeline.config.run import (
+    EMBEDDED,
+    CheckpointSettings,
+    ExporterSettings,
+    QueueSettings,
+    RedisSettings,
+    RunSettings,
+    TrackingSettings,
+    WorkerSettings,
+)
+from pipeline.config.weights import WeightSettings
+
+__all__ = [
+    "EMBEDDED",
+    "AlgorithmSettings",
+    "CheckpointSettings",
+    "Config",
+    "DataSettings",
+    "EvaluationSettings",
+    "ExporterSettings",
+    "GenerationSettings",
+    "LoraSettings",
+    "ModelSettings",
+    "OpenAiSettings",
+    "QueueSettings",
+    "RedisSettings",
+    "RewardSettings",
+    "RunSettings",
+    "ScoringSettings",
+    "ScriptedSettings",
+    "Section",
+    "StalenessSettings",
+    "TrackingSettings",
+    "TrainerSettings",
+    "WeightSettings",
+    "WorkerSettings",
+]
+
+
+class Config(Section):
+    """All settings of a run, in data-flow order."""
+
+    run: RunSettings = Field(default_factory=RunSettings)
+    redis: RedisSettings = Field(default_factory=RedisSettings)
+    queues: QueueSettings = Field(default_factory=QueueSettings)
+    model: ModelSettings = Field(default_factory=ModelSettings)
+    lora: LoraSettings = Field(default_factory=LoraSettings)
+    data: DataSettings = Field(default_factory=DataSettings)
+    generation: GenerationSettings = Field(default_factory=GenerationSettings)
+    scoring: ScoringSettings = Field(default_factory=ScoringSettings)
+    staleness: StalenessSettings = Field(default_factory=StalenessSettings)
+    algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings)
+    trainer: TrainerSettings = Field(default_factory=TrainerSettings)
+    evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
+    weights: WeightSettings = Field(default_factory=WeightSettings)
+    checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
+    worker: WorkerSettings = Field(default_factory=WorkerSettings)
+    exporter: ExporterSettings = Field(default_factory=ExporterSettings)
+    tracking: TrackingSettings = Field(default_factory=TrackingSettings)
+
+    @property
+    def admission_limit(self) -> int:
+        """Groups that may be fed and not yet trained, dropped or dead."""
+        return (self.staleness.max_staleness + 1) * self.trainer.groups_per_step
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether generation and training take turns on one device."""
+        return self.run.topology == "colocated"
+
+    @property
+    def merges_lora(self) -> bool:
+        """Whether generators serve an adapter as part of the weights below it."""
+        return self.lora.rank > 0 and self.generation.merge_lora
+
+    @property
+    def run_dir(self) -> Path:
+        """Directory of this run's records and checkpoints."""
+        return self.run.dir / self.run.name
+
+    @model_validator(mode="after")
+    def _weights_are_not_open_to_all(self) -> Config:
+        weights = self.weights
+        hosts = {"host": weights.host} | ({"relay_host": weights.relay_host} if weights.relay else {})
+        for name, host in hosts.items():
+            loopback = host in {"127.0.0.1", "::1", "localhost"}
+            if not loopback and not weights.insecure and not weights.server_secret_key_file:
+                raise ValueError(
+                    f"weights.{name} = {host!r} is open to the network: set "
+                    "weights.server_secret_key_file (CURVE keys) or weights.insecure = true"
+                )
+        return self
