@@ -38,6 +38,11 @@ class HeldGroup:
     flaw: DropReason | None
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of its completions."""
+        return sum(map(len, self.group.rollout.completions))
+
+    @property
     def order(self) -> tuple[int, int, str]:
         """Those whose tokens are oldest go first, then those that were fed first."""
         return (self.versions[0], self.group.rollout.prompt.ordinal, self.lease.group_id)
@@ -81,6 +86,7 @@ class Collector:
         self._changed = asyncio.Event()
         self._last_problem = ""
         self.dropped: Counter[DropReason] = Counter()
+        self.dropped_tokens: Counter[DropReason] = Counter()
 
     async def run(self) -> None:
         """Claim for ever, as far as there is room."""
@@ -194,6 +200,7 @@ class Collector:
             refeed = self._feeder.again([held.group.rollout.prompt for held in again], version=version)
             leases = [held.lease for held in dropped]
             self.dropped[reason] += await self._streams.drop(leases, reason, refeed=refeed)
+            self.dropped_tokens[reason] += sum(held.num_tokens for held in dropped)
             self._keeper.drop(leases)
             self._held = [held for held in self._held if held not in dropped]
         return Counter({reason: len(dropped) for reason, dropped in by_reason.items()})

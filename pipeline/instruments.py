@@ -6,7 +6,7 @@ already carries the labels run, role and worker. Labels never hold ids of groups
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from threading import Lock, RLock
@@ -34,7 +34,8 @@ class Spec:
 
     name: with prefix. unit: base unit, or what is counted. help: what it is. reading: what a
     value means to the person who looks. roles: whose series starts at 0 before anything has
-    happened; empty for all. labels: beside run, role and worker. buckets: upper bounds.
+    happened; empty for all. is_late: it starts with its first value instead. labels: beside run,
+    role and worker. buckets: upper bounds.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Spec:
     help: str
     reading: str
     roles: tuple[str, ...] = ()
+    is_late: bool = False
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
 
@@ -107,7 +109,7 @@ class MetricTable:
     """Base of a table: makes the declared instruments with the constant labels.
 
     Those of the worker's role exist from the start, so that a rate is 0 and not absent; the
-    others appear when they are first used.
+    others appear when they are first used. A table may continue another one.
     """
 
     def __init__(self, registry: CollectorRegistry, constants: dict[str, str]) -> None:
@@ -116,7 +118,8 @@ class MetricTable:
         self.held: dict[str, Any] = {}
         self.lock = RLock()
         for declared in self._declared():
-            if not declared.spec.roles or constants["role"] in declared.spec.roles:
+            spec = declared.spec
+            if not spec.is_late and (not spec.roles or constants["role"] in spec.roles):
                 declared.hold(self)
 
     @classmethod
@@ -126,18 +129,24 @@ class MetricTable:
 
     @classmethod
     def _declared(cls) -> list[Declared[Any]]:
-        return [item for item in vars(cls).values() if isinstance(item, Declared)]
+        return [item for part in cls.__mro__ for item in vars(part).values() if isinstance(item, Declared)]
 
 
 class Declared(Generic[Held]):
-    """A metric as an attribute of a table; it is named after the attribute."""
+    """A metric as an attribute of a table; it is named after the attribute.
+
+    starts: role -> values of its one label whose series are there before anything has happened.
+    """
 
     spec: Spec
 
-    def __init__(self, kind: Kind, build: _Build[Held], **fields: Any) -> None:
+    def __init__(
+        self, kind: Kind, build: _Build[Held], *, starts: Mapping[str, Iterable[str]] | None = None, **fields: Any
+    ) -> None:
         self._kind = kind
         self._build = build
-        self._fields = fields
+        self._starts = starts or {}
+        self._fields = {**fields, "roles": fields.get("roles") or tuple(self._starts)}
 
     def __set_name__(self, owner: type[MetricTable], name: str) -> None:
         self.spec = Spec(name=PREFIX + name, kind=self._kind, **self._fields)
@@ -153,7 +162,10 @@ class Declared(Generic[Held]):
         """The instrument in this table, made if need be."""
         with table.lock:
             if self.spec.name not in table.held:
-                table.held[self.spec.name] = self._build(self.spec, table.registry, table.constants)
+                table.held[self.spec.name] = made = self._build(self.spec, table.registry, table.constants)
+                if isinstance(made, Labelled):
+                    for value in self._starts.get(table.constants["role"], ()):
+                        made.labels(**dict.fromkeys(self.spec.labels, value))
             held: Held = table.held[self.spec.name]
             return held
 
@@ -181,14 +193,32 @@ def counter(unit: str, help: str, reading: str, *, roles: Roles = ()) -> Declare
     return Declared(Kind.COUNTER, _plain(Counter), unit=unit, help=help, reading=reading, roles=roles)
 
 
-def counters(*labels: str, unit: str, help: str, reading: str) -> Declared[Labelled[Counter]]:
-    """One total for each combination of labels."""
-    return Declared(Kind.COUNTER, _labelled(Counter), unit=unit, help=help, reading=reading, labels=labels)
+def counters(
+    *labels: str,
+    unit: str,
+    help: str,
+    reading: str,
+    roles: Roles = (),
+    starts: Mapping[str, Iterable[str]] | None = None,
+) -> Declared[Labelled[Counter]]:
+    """One total for each combination of labels. starts: as in `Declared`, for a metric with one label."""
+    fields: dict[str, Any] = {"unit": unit, "help": help, "reading": reading, "labels": labels, "roles": roles}
+    return Declared(Kind.COUNTER, _labelled(Counter), starts=starts, **fields)
 
 
 def gauge(unit: str, help: str, reading: str, *, roles: Roles = ()) -> Declared[Gauge]:
     """A value that rises and falls."""
     return Declared(Kind.GAUGE, _plain(Gauge), unit=unit, help=help, reading=reading, roles=roles)
+
+
+def late_gauge(unit: str, help: str, reading: str, *, roles: Roles) -> Declared[Gauge]:
+    """The same, of which 0 would be wrong before there is a value."""
+    return Declared(Kind.GAUGE, _plain(Gauge), unit=unit, help=help, reading=reading, roles=roles, is_late=True)
+
+
+def info(*labels: str, help: str, reading: str) -> Declared[Labelled[Gauge]]:
+    """Facts that are the labels of a series whose value is 1."""
+    return Declared(Kind.GAUGE, _labelled(Gauge), unit="1", help=help, reading=reading, labels=labels)
 
 
 def histogram(
@@ -201,12 +231,11 @@ def histogram(
 
 
 def histograms(
-    *labels: str, unit: str, help: str, reading: str, buckets: tuple[float, ...]
+    *labels: str, unit: str, help: str, reading: str, buckets: tuple[float, ...], roles: Roles = ()
 ) -> Declared[Labelled[Histogram]]:
     """One distribution for each combination of labels."""
-    return Declared(
-        Kind.HISTOGRAM, _labelled(Histogram), unit=unit, help=help, reading=reading, labels=labels, buckets=buckets
-    )
+    fields: dict[str, Any] = {"unit": unit, "help": help, "reading": reading, "labels": labels, "roles": roles}
+    return Declared(Kind.HISTOGRAM, _labelled(Histogram), buckets=buckets, **fields)
 
 
 def count_histogram(
@@ -214,3 +243,9 @@ def count_histogram(
 ) -> Declared[CountHistogram]:
     """A distribution of observations that come with a count."""
     return Declared(Kind.HISTOGRAM, CountHistogram, unit=unit, help=help, reading=reading, roles=roles, buckets=buckets)
+
+
+def observe_each(instrument: Histogram, count: int, total: float) -> None:
+    """Observe `count` values of which only the sum is known, as so many times their mean."""
+    for _ in range(count):
+        instrument.observe(total / count)

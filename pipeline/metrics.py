@@ -1,39 +1,55 @@
-"""Every metric of rollstream, declared once.
+"""Every metric of a worker, declared once; those of the weight channel in `pipeline.weight_metrics`.
 
 In: a worker's name. Out: its instruments, one attribute each, on a registry of its own. Each
-declaration says unit, meaning and how to read it; documents and dashboards are made from
-`Metrics.specs()` and `RUN_METRICS`. Nothing else in rollstream names a metric.
+declaration says unit, meaning and how to read it: the table in docs/operations.md is made from
+`Metrics.specs()` and `RUN_METRICS`, and no board or alert may name a metric that is not there.
 """
 
 from __future__ import annotations
+
+import socket
 
 import numpy as np
 import numpy.typing as npt
 from prometheus_client import CollectorRegistry, ProcessCollector
 
+from pipeline import __version__
 from pipeline.instruments import (
-    MetricTable,
     count_histogram,
     counter,
     counters,
     gauge,
     histogram,
     histograms,
+    info,
+    late_gauge,
 )
+from pipeline.keys import Stream
+from pipeline.queues.ledger import DropReason
+from pipeline.weight_metrics import WeightMetrics
 
 _STAGES = ("generator", "scorer", "trainer")
 _GENERATOR = ("generator",)
+_SCORER = ("scorer",)
 _TRAINER = ("trainer",)
-_CHANNEL = ("generator", "trainer")
+_TOKEN_MAKERS = ("generator", "trainer")
 
 SECONDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 VERSIONS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 REWARDS = (-10, -5, -2, -1, -0.5, -0.1, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1, 2, 5, 10)
 
 
-class Metrics(MetricTable):
+class Metrics(WeightMetrics):
     """Instruments of one worker."""
 
+    worker_info = info(
+        "host", "version", help="What the worker is, in its labels.", reading="Join it to see a worker's machine."
+    )
+    waiting_seconds = gauge(
+        "seconds",
+        "Since this worker began to wait for what it says that it waits for; 0 when it does not.",
+        "`rollstream workers` says what for.",
+    )
     groups_in_total = counter(
         "groups",
         "Groups that this worker claimed.",
@@ -46,21 +62,46 @@ class Metrics(MetricTable):
         "The stage with the lowest rate limits the run; rates of all stages agree in the long run.",
         roles=_STAGES,
     )
+    groups_held = gauge(
+        "groups",
+        "Groups that this worker holds now.",
+        "In work, or collected by the trainer for its next steps.",
+        roles=_STAGES,
+    )
     tokens_in_total = counter(
         "tokens", "Tokens of the groups that were claimed.", "Prompt tokens in a generator.", roles=_STAGES
     )
-    tokens_out_total = counter("tokens", "Tokens generated, or trained.", "Its rate is the throughput.", roles=_CHANNEL)
+    tokens_out_total = counter(
+        "tokens", "Tokens generated, or trained.", "Its rate is the throughput.", roles=_TOKEN_MAKERS
+    )
+    tokens_sampled_total = counter(
+        "tokens",
+        "Tokens drawn by the engine, also of groups that are not done yet.",
+        "Its rate is the speed of the engine.",
+        roles=_GENERATOR,
+    )
+    sequences_running = gauge(
+        "sequences", "Completions that the engine works on.", "Compare with sequence_slots.", roles=_GENERATOR
+    )
+    sequence_slots = gauge(
+        "sequences",
+        "Completions that the engine can work on at once.",
+        "generation.max_num_seqs; slots that stay free are unused speed.",
+        roles=_GENERATOR,
+    )
     tokens_carried_total = counter(
         "tokens",
         "Tokens taken over from generators that had to leave.",
         "Work that a drain did not cost.",
-        roles=("generator",),
+        roles=_GENERATOR,
     )
     tokens_wasted_total = counters(
         "reason",
         unit="tokens",
-        help="Tokens generated and not passed on, by reason.",
-        reading="too_large: raise queues.max_payload_bytes; stale: too old to be trained; mismatch: of another prompt.",
+        help="Tokens generated and never trained, by reason.",
+        reading="Generators: too_large, mismatch and stale (what a drain left), refused (the lease was lost). "
+        "Trainer: why their group was dropped.",
+        starts={"generator": ("too_large", "mismatch", "stale", "refused"), "trainer": tuple(DropReason)},
     )
     queue_wait_seconds = histogram(
         "seconds",
@@ -71,21 +112,27 @@ class Metrics(MetricTable):
     )
     busy_seconds_total = counter(
         "seconds",
-        "Time spent on groups, summed over the groups in work.",
-        "Its rate is the mean number in work.",
+        "Time with at least one group in work.",
+        "Its rate is the busy share of the worker, 0 to 1.",
         roles=_STAGES,
     )
     idle_seconds_total = counters(
         "cause",
         unit="seconds",
         help="Time without work, by cause.",
-        reading="no_input: the stage before is slower; stale_weights: the weight channel is; output_full: the next is.",
+        reading="no_input: the stage before is slower; stale_weights: the weight channel is; output_full: the next is; "
+        "paused: somebody asked for it.",
+        starts={
+            "generator": ("no_input", "stale_weights", "output_full", "paused"),
+            "scorer": ("no_input", "output_full", "paused"),
+            "trainer": ("no_input", "paused"),
+        },
     )
     device_wait_seconds_total = counter(
         "seconds",
         "Time spent waiting for the turn on a device that generation and training share.",
         "A generator's is about the time of training, the trainer's short; only with run.topology = colocated.",
-        roles=_CHANNEL,
+        roles=_TOKEN_MAKERS,
     )
     refused_total = counter(
         "groups",
@@ -98,12 +145,14 @@ class Metrics(MetricTable):
         unit="groups",
         help="Groups that no one can process, by the stream they were claimed from.",
         reading="Should stay at 0; `rollstream streams dead-letters` shows the reasons.",
+        starts={"generator": (Stream.PROMPTS,), "scorer": (Stream.ROLLOUTS,), "trainer": (Stream.SCORED,)},
     )
     dropped_total = counters(
         "reason",
         unit="groups",
         help="Groups that were not trained, by reason.",
         reading="Stale: generators are too far behind. Zero variance: prompts are too easy or too hard.",
+        starts={"trainer": tuple(DropReason)},
     )
     reward_calls_total = counters(
         "function",
@@ -111,6 +160,7 @@ class Metrics(MetricTable):
         unit="completions",
         help="Completions judged by a reward function, by outcome.",
         reading="Errors and timeouts are not zeros: they leave the completion unscored.",
+        roles=_SCORER,
     )
     reward_value = histograms(
         "function",
@@ -118,6 +168,7 @@ class Metrics(MetricTable):
         help="Values that a reward function gave.",
         reading="All in one bucket: the function tells nothing apart.",
         buckets=REWARDS,
+        roles=_SCORER,
     )
     reward_seconds = histograms(
         "function",
@@ -125,69 +176,22 @@ class Metrics(MetricTable):
         help="Time of one call of a reward function.",
         reading="Compare with scoring.timeout_s.",
         buckets=SECONDS,
-    )
-    weight_version = gauge(
-        "version", "Weights that this worker serves or has made.", "Generators trail the trainer.", roles=_CHANNEL
-    )
-    weight_bytes_total = counter(
-        "bytes", "Sent over the weight channel, or received.", "Its rate is the load of the line.", roles=_CHANNEL
-    )
-    weight_content_bytes_total = counter(
-        "bytes",
-        "Size of the versions received.",
-        "Many times weight_bytes_total: only what changed is sent.",
-        roles=_GENERATOR,
-    )
-    weight_patched_total = counter(
-        "versions", "Versions of which only what changed was sent.", "The others came whole.", roles=_GENERATOR
-    )
-    weight_failures_total = counter(
-        "versions",
-        "Weights that failed verification or did not fit.",
-        "Should stay at 0; the old version goes on.",
-        roles=_GENERATOR,
-    )
-    weight_skipped_total = counter(
-        "versions",
-        "Versions overtaken by a newer one before they were fetched.",
-        "High: the channel is slow.",
-        roles=_GENERATOR,
-    )
-    weight_receive_seconds = histogram(
-        "seconds", "From the manifest to the last piece.", "While serving goes on.", buckets=SECONDS, roles=_GENERATOR
-    )
-    weight_verify_seconds = histogram(
-        "seconds",
-        "Hashing, copying and patching of one version.",
-        "While serving goes on.",
-        buckets=SECONDS,
-        roles=_GENERATOR,
-    )
-    weight_apply_seconds = histogram(
-        "seconds",
-        "From verified weights to the new version serving.",
-        "Part of it is the pause.",
-        buckets=SECONDS,
-        roles=_GENERATOR,
-    )
-    weight_pause_seconds = histogram(
-        "seconds", "Generation stood still for an update.", "Lost generation time.", buckets=SECONDS, roles=_GENERATOR
-    )
-    weight_publish_seconds = histogram(
-        "seconds",
-        "Copy and encoding of a version by the trainer.",
-        "Delays the next step.",
-        buckets=SECONDS,
-        roles=_TRAINER,
+        roles=_SCORER,
     )
     step = gauge("steps", "Optimiser steps done.", "Stands still: look at what limits the rate.", roles=_TRAINER)
+    last_step_timestamp_seconds = late_gauge(
+        "seconds",
+        "Unix time of the last step, or of the trainer's start.",
+        "`time()` minus it is how long nothing was trained.",
+        roles=_TRAINER,
+    )
     step_seconds = histogram(
         "seconds", "Time of one optimiser step.", "Without waiting for data.", buckets=SECONDS, roles=_TRAINER
     )
-    reward_mean = gauge(
+    reward_mean = late_gauge(
         "reward", "Mean reward of the last step's groups.", "What training is meant to raise.", roles=_TRAINER
     )
-    eval_reward_mean = gauge(
+    eval_reward_mean = late_gauge(
         "reward", "Mean reward of the last evaluation.", "Held-out prompts; trust this one.", roles=_TRAINER
     )
     staleness_versions = count_histogram(
@@ -204,16 +208,36 @@ class Metrics(MetricTable):
         buckets=SECONDS,
         roles=_TRAINER,
     )
-    loss = gauge("loss", "Loss of the last step.", "Says little by itself in policy gradients.", roles=_TRAINER)
-    grad_norm = gauge("norm", "Gradient norm before clipping.", "Spikes go before collapse.", roles=_TRAINER)
-    importance_ratio_mean = gauge(
+    loss = late_gauge("loss", "Loss of the last step.", "Says little by itself in policy gradients.", roles=_TRAINER)
+    grad_norm = late_gauge("norm", "Gradient norm before clipping.", "Spikes go before collapse.", roles=_TRAINER)
+    learning_rate = late_gauge("rate", "Of the last step.", "As the schedule says.", roles=_TRAINER)
+    entropy = late_gauge(
+        "nats", "Mean over the last step's tokens.", "Near 0 the policy explores no more.", roles=_TRAINER
+    )
+    kl = late_gauge("nats", "Divergence from the initial policy; 0 without kl_coef.", "Grows slowly.", roles=_TRAINER)
+    effective_sample_size = late_gauge(
+        "ratio",
+        "Share of the tokens that the importance weights leave, 0 to 1.",
+        "Below 0.5: half of what was generated counts for nothing.",
+        roles=_TRAINER,
+    )
+    completion_length_mean = late_gauge(
+        "tokens", "Mean length of the last step's completions.", "No drift that rewards do not explain.", roles=_TRAINER
+    )
+    zero_variance_groups_total = counter(
+        "groups", "Trained groups whose rewards are all equal.", "They teach nothing; less than half.", roles=_TRAINER
+    )
+    importance_ratio_mean = late_gauge(
         "ratio", "Mean importance ratio of the last step.", "Far from 1: off-policy.", roles=_TRAINER
     )
-    mismatch_kl = gauge(
+    mismatch_kl = late_gauge(
         "nats", "Divergence of generator and trainer at the same token.", "Above 0.1: find out why.", roles=_TRAINER
     )
-    clip_fraction = gauge(
+    clip_fraction = late_gauge(
         "ratio", "Share of tokens that were clipped.", "High: steps are too large or data too old.", roles=_TRAINER
+    )
+    skipped_steps_total = counter(
+        "steps", "Steps whose update was not finite, or empty.", "Should stay at 0.", roles=_TRAINER
     )
     nonfinite_tokens_total = counter(
         "tokens", "Tokens masked for a value that is not finite.", "Should stay at 0.", roles=_TRAINER
@@ -227,11 +251,18 @@ class Metrics(MetricTable):
     checkpoint_seconds = histogram(
         "seconds", "Time to write a checkpoint.", "Longer than it should be: the disk.", buckets=SECONDS, roles=_TRAINER
     )
+    checkpoint_step = late_gauge(
+        "steps", "Step of the newest checkpoint.", "What comes after it is lost with the trainer.", roles=_TRAINER
+    )
+    checkpoint_failures_total = counter(
+        "checkpoints", "Checkpoints that could not be written.", "Should stay at 0: the disk.", roles=_TRAINER
+    )
     redis_outages_total = counter("outages", "Times that Redis could not be reached.", "The run waits meanwhile.")
 
     def __init__(self, run: str, role: str, worker: str) -> None:
         super().__init__(CollectorRegistry(), {"run": run, "role": role, "worker": worker})
         ProcessCollector(registry=self.registry)
+        self.worker_info.labels(host=socket.gethostname(), version=__version__).set(1)
 
     def observe_staleness(self, token_ages: npt.NDArray[np.int64]) -> None:
         """Count the ages of one completion's tokens, [T], in versions."""

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import urllib.request
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 
+from pipeline.fleet import WorkerInfo
+from pipeline.keys import Keys
 from pipeline.run.limits import Limit
+from pipeline.run.metrics import RunCollector
+from pipeline.run.status import collect
 from pipeline.settings.files import load_config
 from pipeline.worker.lifecycle import WorkerContext, run_worker
 from workers import exporter
@@ -33,6 +40,7 @@ class Lines:
 def test_exporter_serves_the_run_until_it_is_drained(valkey_url: str, run_name: str) -> None:
     words = [f"run.name='{run_name}'", f"redis.url='{valkey_url}'", "exporter.interval_s=0.05"]
     seen: list[str] = []
+    targets: list[dict[str, Any]] = []
 
     async def body(context: WorkerContext) -> None:
         async with asyncio.TaskGroup() as group:
@@ -43,10 +51,41 @@ def test_exporter_serves_the_run_until_it_is_drained(valkey_url: str, run_name: 
                 await asyncio.sleep(0.01)
             with await asyncio.to_thread(urllib.request.urlopen, f"http://{context.address}/metrics") as answer:
                 seen.append(answer.read().decode())
+            with await asyncio.to_thread(urllib.request.urlopen, f"http://{context.address}/targets") as answer:
+                targets.extend(json.load(answer))
+            targets.append({"targets": [context.address]})
             os.kill(os.getpid(), signal.SIGTERM)
 
     assert run_worker("exporter", load_config([], environ={}, overrides=words), body, joins=False) == 0
     assert f'rollstream_stream_length{{run="{run_name}",stream="prompts"}} 0.0' in seen[0]
+    found, itself = targets
+    assert found["targets"] == itself["targets"]
+    assert (found["labels"]["__meta_rollstream_run"], found["labels"]["__meta_rollstream_role"]) == (
+        run_name,
+        "exporter",
+    )
+
+
+async def test_workers_that_are_lost_are_no_targets_and_without_redis_nobody_knows(redis: Redis, keys: Keys) -> None:
+    collector = RunCollector(keys.run)
+    assert collector.targets() is None
+    there = WorkerInfo(worker_id="generator-a", role="generator", host="h", pid=1, address="h:1")
+    lost = replace(there, worker_id="generator-b", address="h:2", is_alive=False)
+    silent = replace(there, worker_id="generator-c", address="")
+    collector.show(replace(await collect(redis, keys), workers=(there, lost, silent)))
+    assert collector.targets() == [
+        {
+            "targets": ["h:1"],
+            "labels": {
+                "__meta_rollstream_run": keys.run,
+                "__meta_rollstream_role": "generator",
+                "__meta_rollstream_worker": "generator-a",
+                "__meta_rollstream_host": "h",
+            },
+        }
+    ]
+    collector.show(None)
+    assert collector.targets() is None
 
 
 def test_blocked_run_is_named_in_the_log_within_a_minute_and_again_each_minute() -> None:

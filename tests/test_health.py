@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from pipeline.errors import ConfigError
+from pipeline.messages import Json
 from pipeline.worker.health import HealthServer
 
 
@@ -19,6 +20,7 @@ class Truth:
 
     is_live = True
     is_ready = False
+    page: Json = None
 
 
 @pytest.fixture
@@ -32,6 +34,7 @@ def served() -> Iterator[tuple[str, Truth]]:
         lambda: truth.is_live,
         lambda: truth.is_ready,
         describe=lambda: {"role": "scorer", "waiting_for": "Redis"},
+        pages={"/targets": lambda: truth.page},
     )
     yield server.start(), truth
     server.stop()
@@ -63,6 +66,14 @@ def test_body_says_what_the_worker_waits_for(served: tuple[str, Truth]) -> None:
 def test_metrics_are_served_and_other_paths_are_not(served: tuple[str, Truth]) -> None:
     assert "rollstream_answer 42.0" in get(served[0], "/metrics")[1]
     assert get(served[0], "/")[0] == 404
+
+
+def test_a_page_that_has_nothing_to_say_yet_asks_to_come_again(served: tuple[str, Truth]) -> None:
+    address, truth = served
+    assert get(address, "/targets")[0] == 503
+    truth.page = [{"targets": ["host:1"]}]
+    assert get(address, "/targets") == (200, '[{"targets": ["host:1"]}]\n')
+    assert "/targets" in get(address, "/")[1]
 
 
 def test_a_client_that_says_nothing_keeps_no_one_waiting(served: tuple[str, Truth]) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipeline.instruments import Kind, Spec
+from pipeline.instruments import Kind, Spec, observe_each
 from pipeline.metrics import Metrics
+from pipeline.queues.ledger import DropReason
 from pipeline.rates import Rates
-from pipeline.run.metrics import REDIS_UP, RUN_METRICS
+from pipeline.run.metric_table import all_specs, render_table
 
-ALL: list[Spec] = [*Metrics.specs(), REDIS_UP, *RUN_METRICS]
+ROOT = Path(__file__).parent.parent
+ALL: list[Spec] = [spec for spec, _ in all_specs()]
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
@@ -29,8 +33,13 @@ def test_every_metric_has_a_unit_a_meaning_and_a_way_to_read_it() -> None:
         assert (spec.kind is Kind.COUNTER) == spec.name.endswith("_total"), spec.name
 
 
+def test_the_table_of_metrics_in_the_documentation_is_complete() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    assert render_table() in text, "put there what `python -m pipeline.run.metric_table` prints"
+
+
 def test_no_label_can_hold_an_id() -> None:
-    known = {"cause", "function", "outcome", "reason", "role", "stage", "state", "stream"}
+    known = {"cause", "function", "host", "outcome", "reason", "role", "stage", "state", "stream", "version"}
     assert {label for spec in ALL for label in spec.labels} <= known
 
 
@@ -50,6 +59,32 @@ def test_a_role_starts_with_its_own_series_at_zero_and_without_those_of_others()
     assert "rollstream_weight_pause_seconds" in names["generator"]
     assert "rollstream_step" in names["trainer"]
     assert "rollstream_step" not in names["scorer"] | names["generator"]
+
+
+def test_what_may_happen_is_counted_from_zero_so_that_the_first_time_shows() -> None:
+    metrics = Metrics("r", "trainer", "w")
+    for reason in DropReason:
+        assert value(metrics.registry, "dropped_total", reason=reason.value) == 0
+        assert value(metrics.registry, "tokens_wasted_total", reason=reason.value) == 0
+    assert value(metrics.registry, "dead_letters_total", stage="scored") == 0
+    assert value(metrics.registry, "dead_letters_total", stage="prompts") is None
+    assert value(metrics.registry, "idle_seconds_total", cause="no_input") == 0
+
+
+def test_a_value_of_which_zero_would_be_wrong_appears_when_it_is_known() -> None:
+    metrics = Metrics("r", "trainer", "w")
+    assert value(metrics.registry, "mismatch_kl") is None
+    metrics.mismatch_kl.set(0.01)
+    assert value(metrics.registry, "mismatch_kl") == 0.01
+
+
+def test_a_sum_over_several_is_observed_as_so_many_means() -> None:
+    metrics = Metrics("r", "trainer", "w")
+    observe_each(metrics.weight_send_seconds, 0, 0.0)
+    assert value(metrics.registry, "weight_send_seconds_count") == 0
+    observe_each(metrics.weight_send_seconds, 4, 2.0)
+    assert value(metrics.registry, "weight_send_seconds_count") == 4
+    assert value(metrics.registry, "weight_send_seconds_sum") == 2.0
 
 
 def test_a_metric_of_another_role_appears_when_it_is_used() -> None:

@@ -1,7 +1,8 @@
 """The exporter: the run as a whole, for Prometheus and for the log.
 
-In: Redis, read at most every `exporter.interval_s`. Out: gauges of streams, ledger and fleet, and
-a warning that names the stage when nothing moves. It takes no part in the run.
+In: Redis, read at most every `exporter.interval_s`. Out: gauges of streams, ledger and fleet, the
+addresses of all workers for Prometheus, and a warning that names the stage when nothing moves. It
+takes no part in the run.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pipeline.worker.lifecycle import WorkerContext, run_worker
 if TYPE_CHECKING:
     from structlog.stdlib import BoundLogger
 
+TARGETS = "/targets"
 _LONGEST_READ_S = 5.0
 _BLOCKED_WORD_AFTER_S, _BLOCKED_REPEAT_S = 15.0, 60.0
 
@@ -51,8 +53,10 @@ async def body(context: WorkerContext) -> None:
     """Read and show until drained."""
     collector = RunCollector(context.config.run.name)
     context.metrics.registry.register(collector)
+    context.state.pages[TARGETS] = collector.targets
     watch = BlockedWatch(context.log)
     while not context.draining.is_set():
+        started = time.monotonic()
         try:
             async with asyncio.timeout(_LONGEST_READ_S):
                 status = await collect(context.redis, context.keys)
@@ -60,7 +64,7 @@ async def body(context: WorkerContext) -> None:
             collector.show(None)
             context.set_ready(False)
         else:
-            collector.show(status)
+            collector.show(status, read_s=time.monotonic() - started)
             context.set_ready(True)
             watch.look(status.limit, time.monotonic())
         await context.wait_for_any(timeout_s=context.config.exporter.interval_s)

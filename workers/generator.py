@@ -41,6 +41,8 @@ class GenerationWork:
         self._engine = engine
         self._partials = Partials(context)
         self._group_size = context.config.generation.group_size
+        self._num_counted = 0
+        context.metrics.sequence_slots.set(engine.max_num_seqs)
         self.version_changed = asyncio.Event()
 
     def capacity(self) -> int:
@@ -70,14 +72,15 @@ class GenerationWork:
             hops={"generator_claimed": claimed, "generated": time.time()},
         )
         context.metrics.tokens_in_total.inc(len(prompt.prompt_token_ids))
-        num_carried = partial.num_tokens if partial else 0
-        context.metrics.tokens_out_total.inc(sum(len(completion) for completion in completions) - num_carried)
+        num_tokens = sum(len(completion) for completion in completions)
+        context.metrics.tokens_out_total.inc(num_tokens - (partial.num_tokens if partial else 0))
         self._say_progress()
         return Entry(
             group_id=lease.group_id,
             weight_version=min(completion.spans[0].weight_version for completion in completions),
             payload=encode(rollout),
             is_evaluation=prompt.is_evaluation,
+            num_tokens=num_tokens,
         )
 
     async def stop_at_drain(self) -> None:
@@ -91,7 +94,12 @@ class GenerationWork:
 
     def _say_progress(self) -> None:
         """A group may take minutes, in which only its tokens show that it moves."""
-        self._context.set_status(tokens_generated=self._engine.num_tokens_generated)
+        engine, metrics = self._engine, self._context.metrics
+        num_tokens = engine.num_tokens_generated
+        self._context.set_status(tokens_generated=num_tokens)
+        metrics.tokens_sampled_total.inc(max(0, num_tokens - self._num_counted))
+        metrics.sequences_running.set(engine.num_unfinished_seqs)
+        self._num_counted = num_tokens
 
     async def _until_version(self, min_version: int) -> None:
         """Waits for weights that this prompt allows; hands it back when they do not come.

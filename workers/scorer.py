@@ -6,6 +6,7 @@ imports neither torch nor vllm.
 
 from __future__ import annotations
 
+import itertools
 import time
 
 from pipeline.config import Config
@@ -68,7 +69,13 @@ class ScoringWork:
 
 async def body(context: WorkerContext) -> None:
     """Score until drained."""
-    pool = RewardPool(context.config.scoring)
+    metrics = context.metrics
+    pool = RewardPool(
+        context.config.scoring,
+        on_call=lambda name, seconds: metrics.reward_seconds.labels(function=name).observe(seconds),
+    )
+    for name, outcome in itertools.product(pool.stats, Outcome):
+        metrics.reward_calls_total.labels(function=name, outcome=outcome.value)
     await pool.start()
     try:
         context.set_ready(True)

@@ -21,6 +21,7 @@ from pipeline.config import Config
 from pipeline.errors import WeightError
 from pipeline.evaluation import EvaluationReport, Evaluator
 from pipeline.feeder import Feeder
+from pipeline.instruments import observe_each
 from pipeline.learner import Learner, load_learner
 from pipeline.run.data import RunData, load_run_data
 from pipeline.run.progress import Progress
@@ -48,7 +49,7 @@ class Trainer:
         self._publisher = create_publisher(
             config.weights, num_bytes=learner.num_weight_bytes, run=f"{config.run.name}.{context.run_id}"
         )
-        self._num_bytes_sent = 0
+        self._counted = self._publisher.stats
         self._progress = Progress(context, config)
         self._evaluator = Evaluator(context.streams)
         self._feeder = Feeder(
@@ -135,9 +136,11 @@ class Trainer:
             draining.cancel()
             self._context.waiting_for(None)
             self._context.set_status(dead_in_step=0, dropped_in_step=0)
+            self._count_groups()
 
     def _say_waiting(self, num_dropped: int, num_dead: int) -> None:
         self._slots_freed.set()
+        self._count_groups()
         self._context.waiting_for("scored groups")
         self._context.set_status(
             dead_in_step=num_dead,
@@ -145,6 +148,10 @@ class Trainer:
             held=self._collector.num_held,
             groups_per_step=self._config.trainer.groups_per_step,
         )
+
+    def _count_groups(self) -> None:
+        self._context.metrics.groups_held.set(self._collector.num_held)
+        self._progress.dropped(self._collector.dropped, self._collector.dropped_tokens)
 
     async def _step(self, batch: Sequence[HeldGroup], *, waited_s: float) -> None:
         groups = [held.group for held in batch]
@@ -187,10 +194,23 @@ class Trainer:
             await asyncio.to_thread(self._publisher.publish, state)
         self._context.metrics.weight_publish_seconds.observe(time.monotonic() - started)
         self._context.metrics.weight_version.set(version)
-        sent = self._publisher.stats.server.num_bytes
-        self._context.metrics.weight_bytes_total.inc(sent - self._num_bytes_sent)
-        self._num_bytes_sent = sent
+        self._count_transfers()
         self._context.set_status(weight_version=version, step=self._state.step)
+
+    def _count_transfers(self) -> None:
+        """What the publisher has done since it was last asked; a version that was just published is sent later."""
+        stats, before, metrics = self._publisher.stats, self._counted, self._context.metrics
+        observe_each(
+            metrics.weight_encode_seconds, stats.num_versions - before.num_versions, stats.encode_s - before.encode_s
+        )
+        observe_each(
+            metrics.weight_send_seconds,
+            stats.server.num_transfers - before.server.num_transfers,
+            stats.server.transfer_s - before.server.transfer_s,
+        )
+        metrics.weight_bytes_total.inc(stats.server.num_bytes - before.server.num_bytes)
+        metrics.weight_receivers.set(stats.num_receivers)
+        self._counted = stats
 
     async def _feed(self) -> None:
         run_id = self._context.run_id
@@ -209,7 +229,8 @@ class Trainer:
 
     async def _watch_publisher(self) -> None:
         """Nobody would get weights, and perhaps nobody could generate what the next step waits for."""
-        while self._publisher.is_serving:  # noqa: ASYNC110  another process sets no event
+        while self._publisher.is_serving:
+            self._count_transfers()
             await asyncio.sleep(self._config.worker.heartbeat_s)
         raise WeightError("nothing serves this trainer's weights any more; what was printed above says why")
 

@@ -44,7 +44,8 @@ class Entry:
     """A group to be put on a stream.
 
     weight_version: fed at, or sampled with. payload: from `pipeline.wire`. ordinal: position in the
-    feeding order; given by the feeder only, which thereby feeds every ordinal once.
+    feeding order; given by the feeder only, which thereby feeds every ordinal once. num_tokens: made
+    here, and wasted if the entry is refused; not sent.
     """
 
     group_id: str
@@ -52,6 +53,7 @@ class Entry:
     payload: bytes
     is_evaluation: bool = False
     ordinal: int | None = None
+    num_tokens: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

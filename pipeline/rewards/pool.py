@@ -54,11 +54,19 @@ class RewardStats:
 class RewardPool:
     """Runs reward functions in `num_processes` processes, one call at a time in each.
 
-    clock: monotonic seconds, by which failures are logged.
+    clock: monotonic seconds, by which failures are logged. on_call: is told of every call, by the
+    function's name, how many seconds it took.
     """
 
-    def __init__(self, settings: ScoringSettings, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        settings: ScoringSettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_call: Callable[[str, float], None] = lambda name, seconds: None,
+    ) -> None:
         self._settings = settings
+        self._on_call = on_call
         self._rewards = name_rewards(settings.rewards)
         self._idle: asyncio.Queue[RewardProcess | RollstreamError] = asyncio.Queue()
         self._processes: set[RewardProcess] = set()
@@ -132,7 +140,9 @@ class RewardPool:
             self._give_back(process, is_usable=has_answered)
             self.stats[reward.name].calls += 1
             self._failures.count_call(reward.name)
-            self.stats[reward.name].seconds += time.monotonic() - started
+            seconds = time.monotonic() - started
+            self.stats[reward.name].seconds += seconds
+            self._on_call(reward.name, seconds)
         return self._results(reward, reply, num_completions)
 
     def _results(self, reward: Reward, reply: frames.Frame, num_completions: int) -> list[RewardResult]:

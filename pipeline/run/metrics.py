@@ -1,7 +1,8 @@
 """Metrics of a run as a whole, which no single worker owns.
 
-In: a `RunStatus`. Out: gauges with the label `run`, all of one instant. A series exists only as
-long as what it describes: departed workers vanish, and without Redis only `redis_up` is left.
+In: a `RunStatus`. Out: gauges with the label `run`, all of one instant, and the addresses where
+Prometheus finds the workers. A series exists only as long as what it describes: departed workers
+vanish, and without Redis only `redis_up` is left.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pipeline.instruments import PREFIX, Kind, Spec
+from pipeline.messages import Json
 from pipeline.run.status import RunStatus
 
 Values: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
 
+_META = "__meta_rollstream_"
 STAGES = ("generator", "scorer", "trainer", "weights", "control")
 
 
@@ -25,6 +28,9 @@ def _gauge(name: str, unit: str, help: str, reading: str, *labels: str) -> Spec:
 
 
 REDIS_UP = _gauge("redis_up", "1 or 0", "Whether Redis answered the last time.", "0: all workers wait.")
+READ_SECONDS = _gauge(
+    "run_read_seconds", "seconds", "Time that Redis took to say all this.", "Long: the server, or the way to it."
+)
 
 
 def _workers(status: RunStatus) -> Values:
@@ -33,6 +39,13 @@ def _workers(status: RunStatus) -> Values:
         state = str(worker.status.get("state", "unknown")) if worker.is_alive else "lost"
         counts[worker.role, state] = counts.get((worker.role, state), 0) + 1
     return list(counts.items())
+
+
+def _heartbeats(status: RunStatus) -> Values:
+    ages: dict[tuple[str, ...], float] = {}
+    for worker in status.workers:
+        ages[(worker.role,)] = max(worker.age_s, ages.get((worker.role,), 0.0))
+    return list(ages.items())
 
 
 def _ledger(status: RunStatus) -> Values:
@@ -116,8 +129,27 @@ RUN_METRICS: dict[Spec, Callable[[RunStatus], Values]] = {
         "stage",
     ): lambda status: [((stage,), float(stage == status.limit.stage and status.limit.is_blocked)) for stage in STAGES],
     _gauge(
+        "max_staleness_versions",
+        "versions",
+        "staleness.max_staleness, as the trainer has it.",
+        "Generators further behind than this make tokens that are too old.",
+    ): lambda status: _optional(status.max_staleness),
+    _gauge(
+        "heartbeat_age_seconds",
+        "seconds",
+        "Since the last sign of life of a worker, by its role: the longest.",
+        "Much longer than worker.heartbeat_s: it is stuck, or gone.",
+        "role",
+    ): _heartbeats,
+    _gauge(
         "redis_memory_bytes", "bytes", "Memory of the Redis server.", "Bounded by admission; growth is someone else's."
     ): lambda status: _optional(status.redis_memory_bytes),
+    _gauge(
+        "redis_memory_max_bytes",
+        "bytes",
+        "Memory that the Redis server may take; 0 for all there is.",
+        "What is full takes no writes, and the run waits.",
+    ): lambda status: _optional(status.redis_memory_max_bytes),
 }
 
 
@@ -127,16 +159,40 @@ class RunCollector(Collector):
     def __init__(self, run: str) -> None:
         self._run = run
         self._status: RunStatus | None = None
+        self._read_s = 0.0
 
-    def show(self, status: RunStatus | None) -> None:
-        """From now on serve this."""
-        self._status = status
+    def show(self, status: RunStatus | None, *, read_s: float = 0.0) -> None:
+        """From now on serve this. read_s: how long it took to read."""
+        self._status, self._read_s = status, read_s
+
+    def targets(self) -> Json:
+        """Addresses of the workers that are alive, for Prometheus's HTTP service discovery.
+
+        None while Redis is away: Prometheus then goes on with those that it knows.
+        """
+        status = self._status
+        if status is None:
+            return None
+        return [
+            {
+                "targets": [worker.address],
+                "labels": {
+                    f"{_META}run": self._run,
+                    f"{_META}role": worker.role,
+                    f"{_META}worker": worker.worker_id,
+                    f"{_META}host": worker.host,
+                },
+            }
+            for worker in status.workers
+            if worker.is_alive and worker.address
+        ]
 
     def collect(self) -> Iterator[Metric]:
         """For the registry."""
         status = self._status
         yield self._family(REDIS_UP, [((), float(status is not None))])
         if status is not None:
+            yield self._family(READ_SECONDS, [((), self._read_s)])
             for spec, values in RUN_METRICS.items():
                 yield self._family(spec, values(status))
 

@@ -24,7 +24,22 @@ from pipeline.staleness import assess
 from pipeline.streams import DropReason, Lease
 from pipeline.worker.lifecycle import WorkerContext
 
-_GAUGES = ("reward_mean", "loss", "grad_norm", "importance_ratio_mean", "mismatch_kl", "clip_fraction")
+# Fields of a row that are gauges of the same name.
+_GAUGES = (
+    "reward_mean",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "entropy",
+    "kl",
+    "effective_sample_size",
+    "completion_length_mean",
+    "importance_ratio_mean",
+    "mismatch_kl",
+    "clip_fraction",
+)
+# Fields of a row that are counted up.
+_COUNTERS = ("nonfinite_tokens", "masked_tokens", "skipped_steps", "zero_variance_groups")
 
 
 class Progress:
@@ -42,6 +57,9 @@ class Progress:
         self._last_step_at = self._started
         self._dropped: Counter[DropReason] = Counter()
         self._num_skipped = 0
+        self._counted_groups: Counter[DropReason] = Counter()
+        self._counted_tokens: Counter[DropReason] = Counter()
+        context.metrics.last_step_timestamp_seconds.set_to_current_time()
 
     def goes_on_from(self, step: int) -> None:
         """Training begins, or goes on from a checkpoint; later steps are done again."""
@@ -67,7 +85,8 @@ class Progress:
         for tracker in self._trackers:
             tracker.log(state.step, row)
         dropped_now = dropped - self._dropped
-        self._observe(state, groups, row, trainer_version, dropped)
+        self._observe(state, groups, row, trainer_version)
+        self._dropped = dropped.copy()
         self._pace.step(groups, ended_at=self._last_step_at, wall_s=row["wall_s"], waited_s=waited_s)
         pace = self._pace.describe()
         self._context.set_status(
@@ -123,10 +142,10 @@ class Progress:
         groups: Sequence[ScoredGroup],
         row: Mapping[str, float],
         trainer_version: int,
-        dropped: Counter[DropReason],
     ) -> None:
         metrics = self._context.metrics
         metrics.step.set(state.step)
+        metrics.last_step_timestamp_seconds.set_to_current_time()
         metrics.step_seconds.observe(row["step_s"])
         metrics.busy_seconds_total.inc(row["step_s"])
         metrics.idle_seconds_total.labels(cause="no_input").inc(row["waited_s"])
@@ -134,20 +153,26 @@ class Progress:
         metrics.groups_out_total.inc(len(groups))
         metrics.tokens_in_total.inc(row["tokens"])
         metrics.tokens_out_total.inc(row["tokens"])
-        metrics.nonfinite_tokens_total.inc(row.get("nonfinite_tokens", 0.0))
-        metrics.masked_tokens_total.inc(row.get("masked_tokens", 0.0))
+        for name in _COUNTERS:
+            getattr(metrics, f"{name}_total").inc(row.get(name, 0.0))
         for name in _GAUGES:
             if name in row:
                 getattr(metrics, name).set(row[name])
-        for reason, count in (dropped - self._dropped).items():
-            metrics.dropped_total.labels(reason=reason.value).inc(count)
-        self._dropped = dropped.copy()
         now = time.time()
         for group in groups:
             metrics.group_age_seconds.observe(max(0.0, now - group.rollout.prompt.hops.get("fed", now)))
             for ages in assess(group, trainer_version, self._config.staleness).token_ages:
                 for age, count in zip(*np.unique(ages, return_counts=True), strict=True):
                     metrics.staleness_versions.observe(float(age), int(count))
+
+    def dropped(self, groups: Counter[DropReason], tokens: Counter[DropReason]) -> None:
+        """So many groups, with so many tokens, were dropped so far: also while no step is done."""
+        metrics = self._context.metrics
+        for reason, count in (groups - self._counted_groups).items():
+            metrics.dropped_total.labels(reason=reason.value).inc(count)
+        for reason, count in (tokens - self._counted_tokens).items():
+            metrics.tokens_wasted_total.labels(reason=reason.value).inc(count)
+        self._counted_groups, self._counted_tokens = groups.copy(), tokens.copy()
 
     def evaluation(self, step: int, report: EvaluationReport) -> None:
         """One evaluation round is complete."""

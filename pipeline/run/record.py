@@ -80,6 +80,7 @@ def as_status(record: RunRecord) -> RunStatus:
         workers=(),
         limit=Limit(stage=None, reason=over if record.ended else stopped),
         redis_memory_bytes=None,
+        redis_memory_max_bytes=None,
     )
 
 

@@ -207,10 +207,12 @@ class Recovery:
         except CheckpointError as error:
             if is_last or context.config.checkpoint.on_failure == "stop":
                 raise
+            context.metrics.checkpoint_failures_total.inc()
             context.log.error("checkpoint_failed", step=state.step, reason=str(error))
             return state
         await context.streams.commit(state.uncommitted)
         context.metrics.checkpoint_seconds.observe(time.monotonic() - started)
+        context.metrics.checkpoint_step.set(state.step)
         context.log.info("checkpoint_written", step=state.step, path=str(path))
         return dataclasses.replace(state, uncommitted=())
 

@@ -36,7 +36,7 @@ class RunStatus:
     trainer has it. tokens_per_s (trained) and generated_tokens_per_s (sum over generators): over the
     last minute. streams: by name, in order of flow. ledger: where all groups went; ledger_balances:
     whether it adds up. workers: lost ones included. limit: what holds the run back.
-    redis_memory_bytes: None where the server does not tell.
+    redis_memory_bytes, redis_memory_max_bytes (0: no bound): None where the server does not tell.
     """
 
     run: str
@@ -59,6 +59,7 @@ class RunStatus:
     workers: tuple[WorkerInfo, ...]
     limit: Limit
     redis_memory_bytes: int | None
+    redis_memory_max_bytes: int | None
 
 
 async def collect(redis: Redis, keys: Keys) -> RunStatus:
@@ -71,6 +72,7 @@ async def collect(redis: Redis, keys: Keys) -> RunStatus:
     ledger = await accounts.ledger()
     said = next((worker.status for worker in workers if worker.worker_id == facts.trainer), {})
     step = _whole(said.get("step"))
+    memory = await _memory(redis)
     return RunStatus(
         run=keys.run,
         run_id=facts.run_id,
@@ -95,15 +97,18 @@ async def collect(redis: Redis, keys: Keys) -> RunStatus:
         ledger_balances=ledger.balances,
         workers=workers,
         limit=limiting_stage(streams, workers, facts, await accounts.last_death() if ledger.dead else None),
-        redis_memory_bytes=await _memory(redis),
+        redis_memory_bytes=memory.get("used_memory"),
+        redis_memory_max_bytes=memory.get("maxmemory"),
     )
 
 
-async def _memory(redis: Redis) -> int | None:
+async def _memory(redis: Redis) -> dict[str, int]:
+    """What the server says of its memory; nothing where it is not allowed to be asked."""
     try:
-        return int((await redis.info("memory"))["used_memory"])
-    except (ResponseError, KeyError):
-        return None
+        said = await redis.info("memory")
+    except ResponseError:
+        return {}
+    return {name: int(said[name]) for name in ("used_memory", "maxmemory") if name in said}
 
 
 def _number(value: object) -> float | None:

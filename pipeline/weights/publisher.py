@@ -39,8 +39,8 @@ _WILDCARDS = {"*", "0.0.0.0", "::"}
 class PublisherStats:
     """num_versions: published. num_held: of these, in memory. num_receivers: transfers under way.
 
-    publish_s: seconds spent in `publish`, all told. server: what was sent. num_failures: attempts to
-    write a version into a store.
+    publish_s: seconds spent in `publish`, all told. encode_s: hashing and comparing versions, wherever
+    that was done. server: what was sent. num_failures: attempts to write a version into a store.
     """
 
     num_versions: int
@@ -48,6 +48,7 @@ class PublisherStats:
     num_receivers: int
     publish_s: float
     server: ServerStats
+    encode_s: float = 0.0
     num_failures: int = 0
 
 
@@ -196,6 +197,7 @@ class WeightPublisher:
             num_held=self._shelf.num_objects,
             num_receivers=self._shelf.num_receivers,
             publish_s=self._publish_s,
+            encode_s=self._publish_s,
             server=ServerStats() if self._server is None else replace(self._server.stats),
         )
 

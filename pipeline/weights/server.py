@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -22,6 +23,7 @@ from pipeline.weights.shelf import Shelf
 
 ANNOUNCE, LOOK_AGAIN = b"a", b""  # into the inbox: a new version, or new pieces of one
 _TURN = 64  # requests served before announcements get a look in
+_MAX_BEGUN = 4096  # receivers that are remembered; the oldest of more have gone without a word
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,7 +31,8 @@ class ServerStats:
     """What was sent, and what was not.
 
     num_tiles, num_manifests, num_parcels, num_patch_tables, num_announcements, num_bytes: sent.
-    num_gone: asked for, no longer held. num_malformed: messages that are none. num_undelivered:
+    num_transfers: versions that a receiver has got whole, transfer_s of it from the first answer to its
+    last word. num_gone: asked for, no longer held. num_malformed: messages that are none. num_undelivered:
     answers whose receiver has gone or does not read.
     """
 
@@ -39,6 +42,8 @@ class ServerStats:
     num_patch_tables: int = 0
     num_announcements: int = 0
     num_bytes: int = 0
+    num_transfers: int = 0
+    transfer_s: float = 0.0
     num_gone: int = 0
     num_malformed: int = 0
     num_undelivered: int = 0
@@ -69,6 +74,7 @@ class TileServer:
         self._router = router
         self._announcer = announcer
         self._waiting: list[tuple[bytes, Header]] = []
+        self._begun: OrderedDict[bytes, float] = OrderedDict()  # receiver -> when it was told what to fetch
         self._inbox = inbox
         self.session = session
         self._interval_s = interval_s
@@ -126,6 +132,7 @@ class TileServer:
                 self._serve_parcel(peer, request)
             case Kind.DONE:
                 self._shelf.end_transfer(peer)
+                self._count_transfer(peer)
             case _:
                 self.stats.num_malformed += 1
 
@@ -137,14 +144,28 @@ class TileServer:
             newer, patches = patching
             answer = _about(newer, request, Kind.PATCHES)
             self.stats.num_patch_tables += self._send(peer, answer, newer.payload, patches.payload)
+            self._begin_transfer(peer)
             return
         item = self._shelf.start_transfer(peer, request.version)
         if item is not None:
             self.stats.num_manifests += self._send(peer, _about(item, request, Kind.MANIFEST), item.payload)
+            self._begin_transfer(peer)
             return
         newest = self._shelf.newest()
         version = NOTHING if newest is None else newest.manifest.weight_version
         self._send(peer, replace(request, kind=Kind.CURRENT, version=version))
+
+    def _begin_transfer(self, peer: bytes) -> None:
+        self._begun[peer] = time.monotonic()
+        self._begun.move_to_end(peer)
+        if len(self._begun) > _MAX_BEGUN:
+            self._begun.popitem(last=False)
+
+    def _count_transfer(self, peer: bytes) -> None:
+        begun_at = self._begun.pop(peer, None)
+        if begun_at is not None:
+            self.stats.num_transfers += 1
+            self.stats.transfer_s += time.monotonic() - begun_at
 
     def _serve_tile(self, peer: bytes, request: Header) -> None:
         item = self._shelf.find(peer, request.version, request.root)

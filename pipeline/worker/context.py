@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -104,5 +105,7 @@ class WorkerContext:
     async def wait_while_paused(self) -> None:
         """Returns when the run is not paused, or the worker drains."""
         while self.is_paused and not self.draining.is_set():
+            started = time.monotonic()
             self.state.heard.clear()
             await self.wait_for_any(self.state.heard)
+            self.metrics.idle_seconds_total.labels(cause="paused").inc(time.monotonic() - started)

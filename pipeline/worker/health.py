@@ -30,8 +30,8 @@ _EVERYWHERE = {"0.0.0.0", "::"}
 class HealthServer:
     """Serves one worker's state over HTTP.
 
-    port: 0 takes a free one. describe: what the bodies of /healthz and /readyz say.
-    setting: name of the port's setting, for the error.
+    port: 0 takes a free one. describe: what the bodies of /healthz and /readyz say. pages: path -> what it
+    answers, as JSON; None for "ask again later". setting: name of the port's setting, for the error.
     """
 
     def __init__(
@@ -43,12 +43,14 @@ class HealthServer:
         is_ready: Callable[[], bool],
         *,
         describe: Callable[[], Mapping[str, Json]] = dict,
+        pages: Mapping[str, Callable[[], Json]] | None = None,
         setting: str = "worker.port",
     ) -> None:
         self._host, self._port, self._setting = host, port, setting
         self._registry = registry
         self._checks = {"/healthz": is_live, "/readyz": is_ready}
         self._describe = describe
+        self._pages = {} if pages is None else pages
         self._server: _Server | None = None
         self._thread: Thread | None = None
 
@@ -81,11 +83,20 @@ class HealthServer:
         path = environ.get("PATH_INFO", "")
         if path == "/metrics":
             return _send(start_response, _OK, CONTENT_TYPE_LATEST, generate_latest(self._registry))
+        page = self._pages.get(path)
+        if page is not None:
+            answer = page()
+            return _send(start_response, _UNAVAILABLE if answer is None else _OK, "application/json", _json(answer))
         check = self._checks.get(path)
         if check is None:
-            return _send(start_response, _NOT_FOUND, "text/plain", b"/healthz /readyz /metrics\n")
-        body = json.dumps(dict(self._describe())).encode() + b"\n"
+            known = " ".join([*self._checks, "/metrics", *self._pages])
+            return _send(start_response, _NOT_FOUND, "text/plain", f"{known}\n".encode())
+        body = _json(dict(self._describe()))
         return _send(start_response, _OK if check() else _UNAVAILABLE, "application/json", body)
+
+
+def _json(value: Json) -> bytes:
+    return json.dumps(value).encode() + b"\n"
 
 
 def _send(start_response: StartResponse, status: str, content_type: str, body: bytes) -> Iterable[bytes]:

@@ -91,6 +91,7 @@ class _Life:
         self._log = get_logger()
         self._metrics = Metrics(config.run.name, role, worker_id)
         self._state = WorkerState(role, worker_id)
+        self._metrics.waiting_seconds.set_function(lambda: self._state.waited_s)
         self._shutdown = Shutdown(self._state.draining, self._drain)
         is_exporter = role == "exporter"
         self._health = HealthServer(
@@ -100,6 +101,7 @@ class _Life:
             self._state.is_live,
             self._state.can_work,
             describe=self._state.describe,
+            pages=self._state.pages,
             setting="exporter.port" if is_exporter else "worker.port",
         )
 

@@ -118,6 +118,7 @@ class Stage:
     async def _claim_and_start(self, capacity: int, group: asyncio.TaskGroup) -> None:
         metrics = self._context.metrics
         started = time.monotonic()
+        self._count_busy(self._busy.advance)
         block_s = _CLAIM_WAIT_S if not self._tasks else _FULL_RETRY_S
         leases = await self._context.streams.claim(self._source, capacity, block_s=block_s)
         if not self._tasks:
@@ -129,13 +130,16 @@ class Stage:
             task = group.create_task(self._handle(lease))
             self._tasks.add(task)
             task.add_done_callback(self._done)
+        metrics.groups_held.set(len(self._tasks))
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._context.metrics.groups_held.set(len(self._tasks))
         self.wake.set()
 
     async def _until_capacity(self) -> None:
         """Until a group ends, the work says so, or a moment has passed."""
+        self._count_busy(self._busy.advance)
         self.wake.clear()
         await self._context.wait_for_any(self.wake, timeout_s=_FULL_RETRY_S)
 
@@ -176,6 +180,8 @@ class Stage:
             await self._context.wait_for_any(timeout_s=_FULL_RETRY_S)
         if moved is Moved.REFUSED:
             self._context.metrics.refused_total.inc()
+            if entry.num_tokens:
+                self._context.metrics.tokens_wasted_total.labels(reason="refused").inc(entry.num_tokens)
             self._context.log.warning("late_result_refused", group_id=lease.group_id, attempt=lease.attempt)
             return
         self._context.metrics.groups_out_total.inc()

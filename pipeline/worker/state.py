@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from enum import StrEnum
 from typing import TypeVar
 
@@ -37,7 +37,7 @@ class WorkerState:
     """Notes of one worker.
 
     changed: set when something happened that others should soon hear. heard: set at every answer
-    to a heartbeat.
+    to a heartbeat. pages: what it serves beside its health, see `HealthServer`.
     """
 
     def __init__(self, role: str, worker_id: str) -> None:
@@ -48,6 +48,7 @@ class WorkerState:
         self.changed = asyncio.Event()
         self.heard = asyncio.Event()
         self.fields: dict[str, Json] = {}
+        self.pages: dict[str, Callable[[], Json]] = {}
         self.is_ready = False
         self.outage: str | None = None
         self._wait: str | None = None

@@ -20,7 +20,7 @@ from pipeline.weights.patches import PatchSet, decode_table, fold
 from pipeline.weights.protocol import Header, Kind
 from tests.weights.drift import drifted
 from tests.weights.proxy import proxied
-from tests.weights.states import FAST, at, channel, make_state, next_within, same, tensor
+from tests.weights.states import FAST, at, channel, make_state, next_within, same, tensor, until
 from tests.weights.test_faults import Liar
 
 DELTA = FAST.model_copy(update={"encoding": "delta", "tile_bytes": 16_384})
@@ -44,6 +44,16 @@ async def test_only_what_changed_is_sent_and_arrives_bit_for_bit() -> None:
     size = received[0].num_bytes
     assert stats.num_bytes >= 5 * size
     assert stats.num_received_bytes < 1.2 * size
+
+
+async def test_the_publisher_counts_how_long_each_version_took_to_encode_and_to_send() -> None:
+    async with channel(DELTA) as (publisher, subscriber):
+        await followed(publisher, subscriber, *range(3))
+        await until(lambda: publisher.stats.server.num_transfers == 3)  # the last word comes after the version
+        stats = publisher.stats
+    assert stats.num_versions == 3
+    assert stats.encode_s > 0
+    assert stats.server.transfer_s > 0
 
 
 async def test_a_receiver_that_is_behind_gets_one_set_for_all_that_it_missed() -> None:

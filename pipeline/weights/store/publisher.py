@@ -123,6 +123,7 @@ class StorePublisher:
             num_held=int(self._pending is not None) + int(self._writer.holds_base),
             num_receivers=0,
             publish_s=self._publish_s,
+            encode_s=self._publish_s,
             server=replace(self._writer.stats),
             num_failures=self._num_failures,
         )

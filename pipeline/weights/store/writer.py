@@ -106,6 +106,7 @@ class Writer:
 
         Raises OSError, and WeightError where another publisher has a version that is as high.
         """
+        started = time.monotonic()
         self._folder.create()
         self._begin(item)
         files = [(name, parts) for name, parts in self._files(item) if name not in self._done]
@@ -121,6 +122,8 @@ class Writer:
         check_time()
         self._folder.write(CURRENT, [encode_pointer(pointer)])
         self.stats.num_announcements += 1
+        self.stats.num_transfers += 1
+        self.stats.transfer_s += time.monotonic() - started
         if self._pointer is not None:
             self._protect(stem(self._pointer.weight_version, self._pointer.root))
         self._pointer, self._under_way = pointer, ""
