@@ -33,6 +33,7 @@ OTHERS = {
     "redis-server",
     "valkey-server",
     "docker",
+    "prometheus",
     "vllm",
 }
 _FENCE = re.compile(r"^```(?P<kind>\w*)[^\n]*\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)

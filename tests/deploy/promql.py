@@ -1,0 +1,40 @@
+"""What expressions of rules, alerts and boards name, and what there is to be named.
+
+In: PromQL. Out: names of series, as text; nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.instruments import Kind
+from pipeline.run.metric_table import all_specs
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+PROMETHEUS = DEPLOY / "prometheus"
+_NAME = re.compile(r"(?:[a-z_]+:)?rollstream_[a-z0-9_]+(?::[a-z0-9_]+)?")
+
+
+def rules(kind: str) -> list[dict[str, Any]]:
+    """All rules with the key `kind`: `record` or `alert`."""
+    files = sorted((PROMETHEUS / "rules").glob("*.yml"))
+    groups = [group for file in files for group in yaml.safe_load(file.read_text(encoding="utf-8"))["groups"]]
+    return [rule for group in groups for rule in group["rules"] if kind in rule]
+
+
+def named(expression: str) -> set[str]:
+    """Series of ours that an expression names."""
+    return set(_NAME.findall(expression))
+
+
+def known() -> set[str]:
+    """Series that workers and the exporter serve, and those that rules record."""
+    names = {rule["record"] for rule in rules("record")}
+    for spec, _ in all_specs():
+        suffixes = ("_bucket", "_sum", "_count") if spec.kind is Kind.HISTOGRAM else ("",)
+        names |= {spec.name + suffix for suffix in suffixes}
+    return names
