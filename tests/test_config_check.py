@@ -72,6 +72,20 @@ def test_what_was_looked_at_is_said(settings: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("more", "unread"),
+    [
+        (["generation.vllm={max_model_len=64}"], "generation.vllm is not read"),
+        (["generation.openai.urls=['http://gpu1:8000']"], "generation.openai is not read"),
+        (["generation.merge_lora=true"], "lora.rank = 0 trains all weights"),
+        (["generation.merge_lora=true", "lora.rank=2"], "generation.merge_lora = true is not read"),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_named(more: list[str], unread: str, settings: list[str]) -> None:
+    (warning,) = check(load(settings, *more)).warnings
+    assert unread in warning
+
+
+@pytest.mark.parametrize(
     ("function", "lacking"),
     [("tests.rewards.samples:is_right", "answer"), ("tests.rewards.samples:sees", "seen"), ("exact_match", "answer")],
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pipeline.config import Config
+from pipeline.config import Config, GenerationSettings
 from pipeline.engines.vllm_options import check_arguments, require_installed
 from pipeline.errors import ConfigError, UsageError
 from pipeline.prompts import Dataset
@@ -74,6 +74,27 @@ def _engine(report: Report) -> None:
         from pipeline.engines.openai_checks import check_settings
 
         check_settings(report.config)
+
+
+def _unread(report: Report) -> None:
+    """What is set and will not be looked at."""
+    config = report.config
+    generation, defaults = config.generation, GenerationSettings()
+    for name in ("scripted", "vllm", "openai"):
+        if name != generation.engine and getattr(generation, name) != getattr(defaults, name):
+            report.warnings.append(
+                f"generation.{name} is not read, since generation.engine = {generation.engine!r}: "
+                f"set generation.engine = {name!r}, or leave it out"
+            )
+    if not generation.merge_lora:
+        return
+    if not config.lora.rank:
+        report.warnings.append("generation.merge_lora = true has nothing to merge: lora.rank = 0 trains all weights")
+    elif generation.engine not in {"vllm", "openai"}:
+        report.warnings.append(
+            f"generation.merge_lora = true is not read, since generation.engine = {generation.engine!r} "
+            "always applies the adapter beside the weights: leave it out"
+        )
 
 
 def _keys(report: Report) -> None:
@@ -185,4 +206,4 @@ def _server(report: Report) -> None:
             report.warnings.append(f"redis.url: {finding.text}; {finding.way_out}")
 
 
-_QUICK = (_engine, _keys, _store, _steps, _trackers, _model_files, _training, _held_out, _rewards)
+_QUICK = (_engine, _unread, _keys, _store, _steps, _trackers, _model_files, _training, _held_out, _rewards)
