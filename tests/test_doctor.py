@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -74,7 +75,7 @@ def test_an_extra_that_is_missing_says_how_to_get_it(valkey_url: str, tmp_path: 
     findings = examine(config_for(valkey_url, tmp_path))
     for finding in findings:
         if finding.subject.startswith("[") and finding.level is Level.HINT:
-            assert finding.way_out == f'pip install "rollstream{finding.subject}"'
+            assert re.search(rf"pip install .*{re.escape(finding.subject)}", finding.way_out)
             assert "missing" in finding.text or "needed" in finding.text
 
 

@@ -98,10 +98,15 @@ def _unread(report: Report) -> None:
 
 
 def _keys(report: Report) -> None:
-    from pipeline.weights.security import check_public_key, load_server_keys
+    from pipeline.weights.security import Signer, check_public_key, load_keys
 
-    load_server_keys(report.config.weights.server_secret_key_file)
-    check_public_key(report.config.weights.server_public_key)
+    weights = report.config.weights
+    for name in ("server_secret_key_file", "client_secret_key_file"):
+        load_keys(name, getattr(weights, name))
+    Signer.load(weights.shared_key_file)
+    check_public_key(weights.server_public_key)
+    for key in weights.allowed_keys:
+        check_public_key(key, "allowed_keys")
 
 
 def _store(report: Report) -> None:

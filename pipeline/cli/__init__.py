@@ -14,6 +14,7 @@ import click
 from pipeline import __version__
 from pipeline.cli.control import drain, pause, reset, resume
 from pipeline.cli.inspect import checkpoints, rollouts, status, streams, workers
+from pipeline.cli.keys import keys
 from pipeline.cli.roles import demo, exporter, generator, scorer, trainer, up
 from pipeline.cli.settings import config, doctor
 from pipeline.errors import RollstreamError
@@ -52,6 +53,7 @@ for command in (
     reset,
     config,
     checkpoints,
+    keys,
     doctor,
 ):
     cli.add_command(command)

@@ -52,4 +52,13 @@ class WeightSettings(Section):
     insecure: bool = Field(False, description="Allows binding other than loopback without encryption.")
     server_secret_key_file: str = Field("", description="CURVE secret key of the trainer.")
     server_public_key: str = Field("", description="CURVE public key of the trainer, for generators.")
+    allowed_keys: list[str] = Field(
+        [], description="CURVE public keys of those who may receive; empty: whoever knows the trainer's."
+    )
+    client_secret_key_file: str = Field(
+        "", description="CURVE secret key of a generator, where the trainer has allowed_keys."
+    )
+    shared_key_file: str = Field(
+        "", description="Signs every message on both sides, where CURVE is off; what is sent can still be read by all."
+    )
     max_model_bytes: Count = Field(1 << 42, description="A manifest that claims more is refused.")

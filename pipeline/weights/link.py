@@ -16,7 +16,7 @@ import zmq.asyncio
 from pipeline.config import WeightSettings
 from pipeline.errors import WeightError
 from pipeline.weights.protocol import MAGIC, MAX_MANIFEST_BYTES, NO_ROOT, NOTHING, NUM_PAYLOADS, Header, Kind
-from pipeline.weights.security import use_public_key
+from pipeline.weights.security import KeyPair, Signer, use_public_key
 from pipeline.weights.state import Endpoints
 
 _HEARTBEAT_MS = 5_000
@@ -42,7 +42,8 @@ class Link:
 
     Raises WeightError where address or key are none. endpoints.session: empty accepts any.
     receiver: whom the publisher serves, the same on all connections of a subscriber. numbers: of its
-    requests, ascending over all of them, so that no late answer is taken for another's.
+    requests, ascending over all of them, so that no late answer is taken for another's. signer: writes
+    and reads headers. keys: the subscriber's own, where it has some.
     announced: highest version that an announcement has named. num_ignored: messages that were
     malformed or of another session.
     """
@@ -55,11 +56,14 @@ class Link:
         *,
         receiver: bytes,
         numbers: Iterator[int],
+        signer: Signer,
+        keys: KeyPair | None,
     ) -> None:
         self.endpoints = endpoints
         self.announced = NOTHING
         self.num_ignored = 0
         self._numbers = numbers
+        self._signer = signer
         public_key = settings.server_public_key or endpoints.public_key
         self._dealer, self._subscriber = _socket(context, zmq.DEALER), _socket(context, zmq.SUB)
         self._dealer.routing_id = receiver
@@ -68,7 +72,7 @@ class Link:
         try:
             for socket, address in ((self._dealer, endpoints.tiles), (self._subscriber, endpoints.announce)):
                 if public_key:
-                    use_public_key(socket, public_key)
+                    use_public_key(socket, public_key, keys)
                 socket.connect(address)
         except zmq.ZMQError as error:
             self.close()
@@ -77,7 +81,8 @@ class Link:
     async def request(self, kind: Kind, *, version: int, index: int = 0, root: bytes = NO_ROOT) -> int:
         """Send a request and return its number."""
         number = next(self._numbers)
-        await self._dealer.send(Header(kind=kind, request=number, version=version, index=index, root=root).pack())
+        header = Header(kind=kind, request=number, version=version, index=index, root=root)
+        await self._dealer.send(self._signer.write(header))
         return number
 
     async def answer(self, timeout_s: float) -> Answer | None:
@@ -121,7 +126,7 @@ class Link:
         self.announced = max(self.announced, header.version)
 
     def _accepted(self, frame: bytes) -> Header | None:
-        header = Header.parse(frame)
+        header = self._signer.read(frame)
         if header is None or self.endpoints.session not in {"", header.session.hex()}:
             return None
         return header

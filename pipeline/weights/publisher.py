@@ -23,7 +23,7 @@ from pipeline.weights.codec import Encoder, WeightObject
 from pipeline.weights.manifest import Manifest, TensorEntry
 from pipeline.weights.patches import PatchSet
 from pipeline.weights.protocol import MAX_IN_FLIGHT
-from pipeline.weights.security import load_server_keys
+from pipeline.weights.security import Doorkeeper, Signer, check_public_key, load_keys
 from pipeline.weights.server import ANNOUNCE, LOOK_AGAIN, ServerStats, TileServer
 from pipeline.weights.shelf import Shelf
 from pipeline.weights.state import Endpoints, WeightKind, WeightState
@@ -60,7 +60,15 @@ class WeightPublisher:
 
     def __init__(self, settings: WeightSettings, *, keep: int = 2) -> None:
         session = uuid.uuid4()
-        self._keys = load_server_keys(settings.server_secret_key_file)
+        self._keys = load_keys("server_secret_key_file", settings.server_secret_key_file)
+        self._signer = Signer.load(settings.shared_key_file)
+        for key in settings.allowed_keys:
+            check_public_key(key, "allowed_keys")
+        if settings.allowed_keys and self._keys is None:
+            raise ConfigError(
+                "weights.allowed_keys names CURVE keys, and without weights.server_secret_key_file nobody is asked "
+                "for one: set it, or leave the list empty"
+            )
         self._settings = settings
         self._session = session
         self._shelf = Shelf(keep=keep)
@@ -70,6 +78,7 @@ class WeightPublisher:
         self._wake = self._socket(zmq.PUSH)
         self._server: TileServer | None = None
         self._thread: threading.Thread | None = None
+        self._doorkeeper: Doorkeeper | None = None
         self._stop = threading.Event()
         self._publishing = threading.Lock()
         self._num_versions = 0
@@ -86,6 +95,8 @@ class WeightPublisher:
                 "set weights.advertise to the name or address of this machine"
             )
         keys = self._keys
+        if settings.allowed_keys:
+            self._doorkeeper = Doorkeeper(self._context, settings.allowed_keys)
         router, announcer, inbox = self._socket(zmq.ROUTER), self._socket(zmq.PUB), self._socket(zmq.PULL)
         router.router_mandatory = True  # an answer to someone who has gone is an error, to be counted
         router.router_handover = True  # a receiver that connects anew is the same one, with the same claim
@@ -104,6 +115,7 @@ class WeightPublisher:
             inbox=inbox,
             session=self._session.bytes,
             interval_s=settings.poll_s,
+            signer=self._signer,
         )
         self._thread = threading.Thread(
             target=self._server.run, args=(self._stop,), name="weight-publisher", daemon=True
@@ -212,6 +224,8 @@ class WeightPublisher:
                 self._thread.join()
             for socket in self._sockets:
                 socket.close(linger=0)
+            if self._doorkeeper is not None:
+                self._doorkeeper.close()
             self._context.term()
             self._encoder.close()
 

@@ -1,32 +1,41 @@
-"""Keys of the encrypted weight channel (CURVE).
+"""Keys of the weight channel: CURVE, which encrypts, and a shared key, which only signs.
 
-In: the settings `weights.server_secret_key_file` and `weights.server_public_key`. Out: sockets
-that only speak to a peer who holds the right key. Secret keys never appear in messages or logs.
+In: the settings `weights.*_key_file`, `weights.server_public_key` and `weights.allowed_keys`. Out:
+sockets that only speak to a peer who holds the right key, and a signer of headers. Secret keys never
+appear in messages or logs.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from pipeline.errors import ConfigError
+from pipeline.weights.protocol import HEADER_BYTES, Header
 
 _KEY_CHARACTERS = 40  # 32 bytes in Z85
+_SHARED_KEY_BYTES = 32
+_SIGNATURE_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerKeys:
-    """CURVE key pair of a publisher, in Z85."""
+class KeyPair:
+    """CURVE key pair, in Z85."""
 
     public: str
     secret: bytes
 
     def __repr__(self) -> str:
-        return f"ServerKeys(public={self.public!r})"
+        return f"KeyPair(public={self.public!r})"
 
     def protect(self, socket: zmq.Socket[bytes]) -> None:
         """From now on `socket` accepts only peers that know the public key. Before bind."""
@@ -35,27 +44,35 @@ class ServerKeys:
         socket.curve_server = True
 
 
-def load_server_keys(path: str) -> ServerKeys | None:
+def load_keys(name: str, path: str) -> KeyPair | None:
+    """Keys in the file `path`; None where it is empty.
+
+    name: of the setting below `weights`. Raises ConfigError naming the setting.
+    """
+    return read_keys(path, f"weights.{name} = {path!r}") if path else None
+
+
+def read_keys(path: str, what: str) -> KeyPair:
     """Keys in the file `path`: 40 characters in Z85, or a file of `zmq.auth.create_certificates`.
 
-    None where `path` is empty. Raises ConfigError naming the setting.
+    Raises ConfigError that begins with `what`.
     """
-    if not path:
-        return None
-    setting = f"weights.server_secret_key_file = {path!r}"
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{setting} cannot be read: {error}") from error
-    secret = _secret_in(text).encode()
+    secret = _secret_in(_text_of(what, path)).encode()
     try:
         public = zmq.curve_public(secret).decode()
     except (ValueError, zmq.ZMQError) as error:
         raise ConfigError(
-            f"{setting} holds no CURVE secret key: 40 characters in Z85, "
+            f"{what} holds no CURVE secret key: 40 characters in Z85, as `rollstream keys new` writes, "
             "or the .key_secret file that zmq.auth.create_certificates writes"
         ) from error
-    return ServerKeys(public=public, secret=secret)
+    return KeyPair(public=public, secret=secret)
+
+
+def _text_of(setting: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{setting} cannot be read: {error}") from error
 
 
 def _secret_in(text: str) -> str:
@@ -66,16 +83,17 @@ def _secret_in(text: str) -> str:
     return text.strip()
 
 
-def use_public_key(socket: zmq.Socket[Any], public_key: str) -> None:
+def use_public_key(socket: zmq.Socket[Any], public_key: str, own: KeyPair | None = None) -> None:
     """`socket` speaks only to the publisher that holds the secret key. Before connect.
 
-    The socket's own key pair is made for this connection and forgotten with it.
+    own: what it shows of itself; None makes a pair for this connection, forgotten with it.
     """
-    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    pair = zmq.curve_keypair() if own is None else (own.public.encode(), own.secret)
+    socket.curve_publickey, socket.curve_secretkey = pair
     socket.curve_serverkey = public_key.encode()
 
 
-def check_public_key(public_key: str) -> None:
+def check_public_key(public_key: str, setting: str = "server_public_key") -> None:
     """Raises ConfigError unless `public_key` is empty or a key in Z85."""
     try:
         is_key = not public_key or len(z85.decode(public_key.encode("ascii"))) == 32
@@ -83,5 +101,74 @@ def check_public_key(public_key: str) -> None:
         is_key = False
     if not is_key:
         raise ConfigError(
-            f"weights.server_public_key = {public_key!r} is not a CURVE public key: {_KEY_CHARACTERS} characters in Z85"
+            f"weights.{setting} = {public_key!r} is not a CURVE public key: {_KEY_CHARACTERS} characters in Z85"
         )
+
+
+class Doorkeeper:
+    """Lets in only those whose public key is on the list, on all sockets of a context that speak CURVE.
+
+    Before any of them binds; closed before the context is.
+    """
+
+    def __init__(self, context: zmq.Context[Any], allowed: Collection[str]) -> None:
+        self._allowed = frozenset(key.encode() for key in allowed)
+        self._authenticator = ThreadAuthenticator(context, log=logging.getLogger(__name__))
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(credentials_provider=self)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether the owner of `key` may come in; the name is ZeroMQ's."""
+        return key in self._allowed
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._authenticator.stop()
+
+
+class Signer:
+    """Headers as they go over the line: with a key each is followed by 32 bytes that prove it.
+
+    A header names the hash of the whole object, so that nobody without the key can announce, offer or
+    ask for anything. num_unsigned: headers that were read without the right signature.
+    """
+
+    def __init__(self, key: bytes | None) -> None:
+        self._key = key
+        self.num_unsigned = 0
+
+    @classmethod
+    def load(cls, path: str) -> Signer:
+        """With the key in the file `path`, 64 hexadecimal digits; empty: without. Raises ConfigError."""
+        if not path:
+            return cls(None)
+        setting = f"weights.shared_key_file = {path!r}"
+        try:
+            key = bytes.fromhex(_text_of(setting, path))
+        except ValueError:
+            key = b""
+        if len(key) != _SHARED_KEY_BYTES:
+            raise ConfigError(
+                f"{setting} holds no shared key: {2 * _SHARED_KEY_BYTES} hexadecimal digits, "
+                "as `rollstream keys new --shared` writes"
+            )
+        return cls(key)
+
+    def write(self, header: Header) -> bytes:
+        """The frame that carries it."""
+        frame = header.pack()
+        return frame if self._key is None else frame + self._sign(frame)
+
+    def read(self, frame: bytes) -> Header | None:
+        """The header in `frame`; None where it is none, or is not signed with the key."""
+        if self._key is None:
+            return Header.parse(frame)
+        header = Header.parse(frame[:HEADER_BYTES])
+        if header is not None and not hmac.compare_digest(frame[HEADER_BYTES:], self._sign(frame[:HEADER_BYTES])):
+            self.num_unsigned += 1
+            return None
+        return header
+
+    def _sign(self, frame: bytes) -> bytes:
+        assert self._key is not None
+        return hashlib.blake2b(frame, key=self._key, digest_size=_SIGNATURE_BYTES).digest()

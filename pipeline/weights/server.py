@@ -19,9 +19,13 @@ import zmq
 
 from pipeline.weights.codec import WeightObject
 from pipeline.weights.protocol import NO_SESSION, NOTHING, WANTS_PATCHES, ErrorCode, Header, Kind
+from pipeline.weights.security import Signer
 from pipeline.weights.shelf import Shelf
 
 ANNOUNCE, LOOK_AGAIN = b"a", b""  # into the inbox: a new version, or new pieces of one
+_FAILED_HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 _TURN = 64  # requests served before announcements get a look in
 _MAX_BEGUN = 4096  # receivers that are remembered; the oldest of more have gone without a word
 
@@ -32,8 +36,9 @@ class ServerStats:
 
     num_tiles, num_manifests, num_parcels, num_patch_tables, num_announcements, num_bytes: sent.
     num_transfers: versions that a receiver has got whole, transfer_s of it from the first answer to its
-    last word. num_gone: asked for, no longer held. num_malformed: messages that are none. num_undelivered:
-    answers whose receiver has gone or does not read.
+    last word. num_gone: asked for, no longer held. num_malformed: messages that are none. num_unsigned: of
+    these, such as lack only the signature. num_undelivered: answers whose receiver has gone or does not
+    read. num_turned_away: connections that ended in the handshake, for want of the right key or of ZeroMQ.
     """
 
     num_tiles: int = 0
@@ -46,17 +51,19 @@ class ServerStats:
     transfer_s: float = 0.0
     num_gone: int = 0
     num_malformed: int = 0
+    num_unsigned: int = 0
     num_undelivered: int = 0
+    num_turned_away: int = 0
 
 
 _Piece = TypeVar("_Piece", bytes, memoryview)
 
 
 class TileServer:
-    """Loop over the three sockets.
+    """Loop over the sockets.
 
     inbox: PULL, from the publishing thread. session: may be set anew. interval_s: announcements are
-    repeated this often.
+    repeated this often. signer: writes and reads headers.
     """
 
     def __init__(
@@ -68,6 +75,7 @@ class TileServer:
         inbox: zmq.Socket[bytes],
         session: bytes,
         interval_s: float,
+        signer: Signer,
     ) -> None:
         self.stats = ServerStats()
         self._shelf = shelf
@@ -78,12 +86,22 @@ class TileServer:
         self._inbox = inbox
         self.session = session
         self._interval_s = interval_s
+        self._signer = signer
+        self._handshakes = router.get_monitor_socket(_FAILED_HANDSHAKES)
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set and the inbox wakes the loop."""
+        try:
+            self._serve_until(stop)
+        finally:
+            self._router.disable_monitor()
+            self._handshakes.close(linger=0)
+
+    def _serve_until(self, stop: threading.Event) -> None:
         poller = zmq.Poller()
         poller.register(self._inbox, zmq.POLLIN)
         poller.register(self._router, zmq.POLLIN)
+        poller.register(self._handshakes, zmq.POLLIN)
         next_announcement = time.monotonic()
         while not stop.is_set():
             wait_s = max(0.0, next_announcement - time.monotonic())
@@ -97,6 +115,9 @@ class TileServer:
                 next_announcement = time.monotonic() + self._interval_s
             if self._router in ready:
                 self._serve_turn()
+            if self._handshakes in ready:
+                self._handshakes.recv_multipart()
+                self.stats.num_turned_away += 1
 
     def _announce(self) -> None:
         self._shelf.sweep()
@@ -104,7 +125,8 @@ class TileServer:
         if newest is None:
             return
         version, root = newest.manifest.weight_version, newest.manifest.root
-        self._announcer.send(Header(kind=Kind.ANNOUNCE, version=version, root=root, session=self.session).pack())
+        header = Header(kind=Kind.ANNOUNCE, version=version, root=root, session=self.session)
+        self._announcer.send(self._signer.write(header))
         self.stats.num_announcements += 1
 
     def _serve_turn(self) -> None:
@@ -113,11 +135,15 @@ class TileServer:
                 frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            request = Header.parse(frames[1]) if len(frames) == 2 else None
+            request = self._signer.read(frames[1]) if len(frames) == 2 else None
             if request is None:
-                self.stats.num_malformed += 1
+                self._count_unread()
                 continue
             self._serve(frames[0], request)
+
+    def _count_unread(self) -> None:
+        self.stats.num_malformed += 1
+        self.stats.num_unsigned = self._signer.num_unsigned
 
     def _serve(self, peer: bytes, request: Header) -> None:
         if self.session == NO_SESSION:
@@ -211,7 +237,7 @@ class TileServer:
 
     def _send(self, peer: bytes, answer: Header, *payload: bytes | memoryview) -> bool:
         """Whether it is on its way. False: the receiver is gone or its queue is full; it will ask again."""
-        header = replace(answer, session=self.session).pack()
+        header = self._signer.write(replace(answer, session=self.session))
         try:
             self._router.send_multipart([peer, header, *payload], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:

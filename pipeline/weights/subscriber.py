@@ -33,7 +33,7 @@ from pipeline.weights.patches import decode_table
 from pipeline.weights.protocol import NO_ROOT, NOTHING, WANTS_PATCHES, Kind
 from pipeline.weights.reception import Reception
 from pipeline.weights.relay import Relay
-from pipeline.weights.security import check_public_key
+from pipeline.weights.security import Signer, check_public_key, load_keys
 from pipeline.weights.subscriber_stats import Phase, SubscriberStats
 from pipeline.weights.transfer import Content, PatchTransfer, SnapshotTransfer, Transfer
 
@@ -66,6 +66,8 @@ class WeightSubscriber(Reception):
     ) -> None:
         super().__init__(settings, make_pool)
         check_public_key(settings.server_public_key)
+        self._keys = load_keys("client_secret_key_file", settings.client_secret_key_file)
+        self._signer = Signer.load(settings.shared_key_file)
         self._resolve = resolve
         self._context = zmq.asyncio.Context()
         self._receiver = b"r" + uuid.uuid4().bytes  # ZeroMQ keeps names that begin with a zero byte for itself
@@ -122,7 +124,15 @@ class WeightSubscriber(Reception):
             if endpoints is None:
                 await asyncio.sleep(min(self._settings.poll_s, LOOK_EVERY_S))
                 continue
-            self._link = Link(self._context, endpoints, self._settings, receiver=self._receiver, numbers=self._numbers)
+            self._link = Link(
+                self._context,
+                endpoints,
+                self._settings,
+                receiver=self._receiver,
+                numbers=self._numbers,
+                signer=self._signer,
+                keys=self._keys,
+            )
             if self._relay is not None:
                 self._relay.speak_for(endpoints.session)
         return self._link
@@ -139,7 +149,9 @@ class WeightSubscriber(Reception):
 
     def _give_up(self) -> None:
         """Connect anew, perhaps elsewhere; wait longer then, since the line may just be slow."""
-        log.warning("weight_publisher_silent", waiting_for=str(self._stats.phase))
+        log.warning(
+            "weight_publisher_silent", waiting_for=str(self._stats.phase), num_unsigned=self._signer.num_unsigned
+        )
         self._stats.num_silences += 1
         self._patience = min(2 * self._patience, _MAX_PATIENCE)
         self._leave()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -14,7 +15,7 @@ from pipeline.config import WeightSettings
 from pipeline.errors import ConfigError
 from pipeline.weights import WeightPublisher, WeightSubscriber
 from pipeline.weights.relay import Relay
-from pipeline.weights.security import load_server_keys
+from pipeline.weights.security import load_keys
 from tests.weights.states import FAST, at, make_state, next_within, same
 
 
@@ -25,6 +26,18 @@ def keys(tmp_path: Path) -> tuple[str, str]:
     path = tmp_path / "weights.key"
     path.write_text(secret.decode() + "\n")
     return str(path), public.decode()
+
+
+def new_secret_key(path: Path) -> tuple[str, str]:
+    """(public key, file of the secret key)."""
+    public, secret = zmq.curve_keypair()
+    path.write_bytes(secret)
+    return public.decode(), str(path)
+
+
+def new_shared_key(path: Path) -> str:
+    path.write_text(secrets.token_hex(32) + "\n")
+    return str(path)
 
 
 def with_settings(**changes: object) -> WeightSettings:
@@ -56,6 +69,63 @@ async def test_a_wrong_key_and_no_key_receive_nothing(keys: tuple[str, str]) -> 
                 with pytest.raises(TimeoutError):
                     await next_within(subscriber, None, seconds=0.7)
         assert publisher.stats.server.num_manifests == 0
+        assert publisher.stats.server.num_turned_away >= 2
+
+
+async def test_only_keys_on_the_list_receive(keys: tuple[str, str], tmp_path: Path) -> None:
+    known_public, known = new_secret_key(tmp_path / "known.key")
+    _, stranger = new_secret_key(tmp_path / "stranger.key")
+    with WeightPublisher(with_settings(server_secret_key_file=keys[0], allowed_keys=[known_public])) as publisher:
+        endpoints = publisher.start()
+        publisher.publish(make_state(1))
+        for settings in (FAST, with_settings(client_secret_key_file=stranger)):
+            async with WeightSubscriber(settings, resolve=at(endpoints)) as subscriber:
+                with pytest.raises(TimeoutError):
+                    await next_within(subscriber, None, seconds=0.7)
+        assert publisher.stats.server.num_manifests == 0
+        assert publisher.stats.server.num_turned_away >= 2
+        async with WeightSubscriber(with_settings(client_secret_key_file=known), resolve=at(endpoints)) as subscriber:
+            assert same(await next_within(subscriber, None), make_state(1))
+
+
+def test_a_list_of_keys_without_encryption_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"weights\.allowed_keys.*weights\.server_secret_key_file"):
+        WeightPublisher(with_settings(allowed_keys=["x" * 40]))
+
+
+async def test_with_a_shared_key_only_its_holders_speak_to_each_other(tmp_path: Path) -> None:
+    signed, other = (with_settings(shared_key_file=new_shared_key(tmp_path / name)) for name in ("ours", "theirs"))
+    with WeightPublisher(signed) as publisher:
+        endpoints = publisher.start()
+        publisher.publish(make_state(1))
+        for settings in (FAST, other):
+            async with WeightSubscriber(settings, resolve=at(endpoints)) as subscriber:
+                with pytest.raises(TimeoutError):
+                    await next_within(subscriber, None, seconds=0.7)
+        stats = publisher.stats.server
+        assert stats.num_manifests == 0
+        assert stats.num_unsigned == stats.num_malformed >= 2
+        async with WeightSubscriber(signed, resolve=at(endpoints)) as subscriber:
+            assert same(await next_within(subscriber, None), make_state(1))
+
+
+async def test_nobody_without_the_shared_key_is_believed(tmp_path: Path) -> None:
+    signed = with_settings(shared_key_file=new_shared_key(tmp_path / "ours"))
+    with WeightPublisher(FAST) as impostor:
+        endpoints = impostor.start()
+        impostor.publish(make_state(7))
+        async with WeightSubscriber(signed, resolve=at(endpoints)) as subscriber:
+            with pytest.raises(TimeoutError):
+                await next_within(subscriber, None, seconds=0.7)
+        assert impostor.stats.server.num_manifests == 0
+
+
+@pytest.mark.parametrize("content", ["", "not hexadecimal", "ab" * 31])
+def test_a_shared_key_that_is_none_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "shared.key"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"weights\.shared_key_file.*shared\.key.*64 hexadecimal digits"):
+        WeightPublisher(with_settings(shared_key_file=str(path)))
 
 
 async def test_a_subscriber_that_demands_encryption_takes_nothing_in_the_clear(keys: tuple[str, str]) -> None:
@@ -69,7 +139,7 @@ async def test_a_subscriber_that_demands_encryption_takes_nothing_in_the_clear(k
 
 def test_key_files_of_zeromq_itself_are_read(tmp_path: Path) -> None:
     public_file, secret_file = zmq.auth.create_certificates(tmp_path, "weights")
-    loaded = load_server_keys(secret_file)
+    loaded = load_keys("server_secret_key_file", secret_file)
     assert loaded is not None
     assert loaded.public.encode() == zmq.auth.load_certificate(public_file)[0]
     assert loaded.secret.decode() not in repr(loaded)
