@@ -56,6 +56,7 @@ class PublisherProcess:
         self._slots: dict[int, Slot] = {}
         self._free: set[int] = set()
         self._changed = threading.Condition()
+        self._silence = _Silence()
         self._publishing = threading.Lock()
         self._listener: threading.Thread | None = None
         self._last_version = NOTHING
@@ -105,8 +106,9 @@ class PublisherProcess:
 
     @property
     def is_serving(self) -> bool:
-        """Whether the process is there, and could publish what it was given."""
-        return self._listener is not None and self._listener.is_alive() and not self._failure
+        """Whether the process is there, says so, and could publish what it was given."""
+        is_there = self._listener is not None and self._listener.is_alive()
+        return is_there and not self._failure and not self._silence.is_too_long()
 
     @property
     def stats(self) -> PublisherStats:
@@ -143,7 +145,6 @@ class PublisherProcess:
 
     def _free_slot(self, num_bytes: int) -> Slot:
         """A slot that nobody reads, large enough. Waits while all are read, and the process is alive."""
-        silent_s = 0.0
         with self._changed:
             while True:
                 if self._failure or self._has_ended or self._is_closed:
@@ -156,12 +157,10 @@ class PublisherProcess:
                     return self._new_slot(slot.number, num_bytes)
                 if len(self._slots) < _MAX_SLOTS:
                     return self._new_slot(len(self._slots), num_bytes)
-                is_heard = self._changed.wait(_WAIT_S)
-                silent_s = 0.0 if is_heard else silent_s + _WAIT_S
-                if silent_s >= _SILENT_S:
+                if self._silence.is_too_long():
                     raise WeightError(f"the process that serves weights gave no sign of life for {_SILENT_S:g} s")
-                if not is_heard:
-                    log.warning("weights_wait_for_receivers", versions=len(self._slots))
+                if not self._changed.wait(_WAIT_S):
+                    log.warning("weights_wait_for_a_free_slot", num_slots=len(self._slots))
 
     def _new_slot(self, number: int, num_bytes: int) -> Slot:
         slot = self._slots[number] = Slot.create(number, num_bytes)
@@ -172,6 +171,7 @@ class PublisherProcess:
         """Take in what the process says, until it ends."""
         for message in self._messages:
             with self._changed:
+                self._silence.end()
                 if "free" in message:
                     self._free.add(message["free"])
                 if "failure" in message:
@@ -189,6 +189,28 @@ class PublisherProcess:
             send(self._channel, message, *fds)
         except OSError as error:
             raise WeightError("the process that serves weights has ended") from error
+
+
+class _Silence:
+    """How long nothing was heard. One that is found is believed only after another second of listening:
+    it may have been this process that stood still."""
+
+    def __init__(self) -> None:
+        self._heard_at = time.monotonic()
+        self._found_at: float | None = None
+
+    def end(self) -> None:
+        """Something was heard."""
+        self._heard_at, self._found_at = time.monotonic(), None
+
+    def is_too_long(self) -> bool:
+        now = time.monotonic()
+        if now - self._heard_at < _SILENT_S:
+            return False
+        if self._found_at is None:
+            self._found_at = now
+            log.warning("weight_process_silent", silent_s=round(now - self._heard_at, 1))
+        return now - self._found_at >= _WAIT_S
 
 
 def send(channel: socket.socket, message: dict[str, Any], *fds: int) -> None:

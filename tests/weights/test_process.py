@@ -283,3 +283,15 @@ async def test_a_frozen_process_is_not_waited_for_for_ever(monkeypatch: pytest.M
             publisher.publish(make_state(version))
         with pytest.raises(WeightError, match="no sign of life"):
             publisher.publish(make_state(4))
+        assert not publisher.is_serving
+
+
+async def test_a_frozen_process_is_missed_though_nothing_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.weights.process._WAIT_S", 0.1)
+    monkeypatch.setattr("pipeline.weights.process._SILENT_S", 2.5)
+    monkeypatch.setattr("pipeline.weights.process._END_S", 0.2)
+    with PublisherProcess(FAST) as publisher:
+        publisher.start()
+        assert publisher.is_serving
+        child_of(psutil.Process()).suspend()
+        await until(lambda: not publisher.is_serving)
