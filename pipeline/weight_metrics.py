@@ -6,7 +6,7 @@ version's way takes, and what of it holds generation up.
 
 from __future__ import annotations
 
-from pipeline.instruments import MetricTable, counter, gauge, histogram, late_gauge
+from pipeline.instruments import MetricTable, counter, counters, gauge, histogram, late_gauge
 
 _GENERATOR = ("generator",)
 _TRAINER = ("trainer",)
@@ -46,6 +46,21 @@ class WeightMetrics(MetricTable):
         "receivers",
         "Transfers that are under way.",
         "All generators all the time: the channel is slow.",
+        roles=_TRAINER,
+    )
+    weight_unwelcome_total = counters(
+        "reason",
+        unit="messages",
+        help="Connections that ended in the handshake, messages without the shared key's signature, and others "
+        "that are none.",
+        reading="Above 0: a wrong key, another program, or someone who tries; they got nothing.",
+        roles=_TRAINER,
+        starts={"trainer": ("handshake", "unsigned", "malformed")},
+    )
+    weight_store_failures_total = counter(
+        "attempts",
+        "Versions that could not be written into weights.store, and are tried again.",
+        "Rising: the store is full or out of reach; generators stay at the version that is there.",
         roles=_TRAINER,
     )
     weight_bytes_total = counter(

@@ -209,6 +209,9 @@ class Trainer:
             stats.server.transfer_s - before.server.transfer_s,
         )
         metrics.weight_bytes_total.inc(stats.server.num_bytes - before.server.num_bytes)
+        metrics.weight_store_failures_total.inc(stats.num_failures - before.num_failures)
+        for reason, count in stats.server.unwelcome.items():
+            metrics.weight_unwelcome_total.labels(reason=reason).inc(count - before.server.unwelcome[reason])
         metrics.weight_receivers.set(stats.num_receivers)
         self._counted = stats
 

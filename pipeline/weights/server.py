@@ -55,6 +55,12 @@ class ServerStats:
     num_undelivered: int = 0
     num_turned_away: int = 0
 
+    @property
+    def unwelcome(self) -> dict[str, int]:
+        """What came and got nothing, by reason."""
+        malformed = self.num_malformed - self.num_unsigned
+        return {"handshake": self.num_turned_away, "unsigned": self.num_unsigned, "malformed": malformed}
+
 
 _Piece = TypeVar("_Piece", bytes, memoryview)
 
