@@ -34,6 +34,8 @@ OTHERS = {
     "valkey-server",
     "docker",
     "prometheus",
+    "promtool",
+    "grafana",
     "vllm",
 }
 _FENCE = re.compile(r"^```(?P<kind>\w*)[^\n]*\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
