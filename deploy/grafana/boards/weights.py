@@ -113,7 +113,6 @@ _WAY = Row(
             Query(total("weight_receive_seconds_count", GENERATORS), "received"),
             Query(total("weight_patched_total", GENERATORS), "only changes"),
             Query(total("weight_skipped_total", GENERATORS), "overtaken"),
-            Query(total("weight_failures_total", GENERATORS), "refused"),
         ),
     ),
 )
@@ -169,10 +168,31 @@ _FRESHNESS = Row(
     ),
 )
 
+_TROUBLE = Row(
+    title="Trouble",
+    panels=(
+        graph(
+            "Refused weights per second",
+            "They failed verification or did not fit: the old version goes on.",
+            Query(total("weight_failures_total", GENERATORS, "worker"), "{{worker}}"),
+        ),
+        graph(
+            "Turned away per second",
+            "A wrong key, another program, or someone who tries; they got nothing.",
+            Query(total("weight_unwelcome_total", TRAINER, "reason"), "{{reason}}"),
+        ),
+        graph(
+            "Not written per second",
+            "Versions that weights.store did not take: it is full or out of reach.",
+            Query(total("weight_store_failures_total", TRAINER), "versions"),
+        ),
+    ),
+)
+
 WEIGHTS = Board(
     name="weights",
     title="rollstream: weights and freshness",
     about="The way back of the weights, and how old tokens are because of it.",
     tiles=_TILES,
-    rows=(_TRAINER_END, _WAY, _APPLY, _FRESHNESS),
+    rows=(_TRAINER_END, _WAY, _APPLY, _FRESHNESS, _TROUBLE),
 )
