@@ -216,6 +216,12 @@ def late_gauge(unit: str, help: str, reading: str, *, roles: Roles) -> Declared[
     return Declared(Kind.GAUGE, _plain(Gauge), unit=unit, help=help, reading=reading, roles=roles, is_late=True)
 
 
+def gauges(*labels: str, unit: str, help: str, reading: str, roles: Roles = ()) -> Declared[Labelled[Gauge]]:
+    """One value for each combination of labels."""
+    fields: dict[str, Any] = {"unit": unit, "help": help, "reading": reading, "labels": labels, "roles": roles}
+    return Declared(Kind.GAUGE, _labelled(Gauge), **fields)
+
+
 def info(*labels: str, help: str, reading: str) -> Declared[Labelled[Gauge]]:
     """Facts that are the labels of a series whose value is 1."""
     return Declared(Kind.GAUGE, _labelled(Gauge), unit="1", help=help, reading=reading, labels=labels)

@@ -19,6 +19,7 @@ from pipeline.instruments import (
     counter,
     counters,
     gauge,
+    gauges,
     histogram,
     histograms,
     info,
@@ -168,6 +169,13 @@ class Metrics(WeightMetrics):
         help="Values that a reward function gave.",
         reading="All in one bucket: the function tells nothing apart.",
         buckets=REWARDS,
+        roles=_SCORER,
+    )
+    reward_accumulated = gauges(
+        "function",
+        unit="reward",
+        help="Sum of the values that a reward function gave; no counter, as rewards may be negative.",
+        reading="Its `delta` over the increase of reward_value_count is the mean.",
         roles=_SCORER,
     )
     reward_seconds = histograms(

@@ -65,6 +65,7 @@ class ScoringWork:
                 metrics.reward_calls_total.labels(function=part.name, outcome=part.outcome.value).inc()
                 if part.outcome is Outcome.OK and part.value is not None:
                     metrics.reward_value.labels(function=part.name).observe(part.value)
+                    metrics.reward_accumulated.labels(function=part.name).inc(part.value)
 
 
 async def body(context: WorkerContext) -> None:

@@ -49,6 +49,13 @@ def average(name: str, labels: str, *by: str) -> str:
     return f"{total(f'{name}_sum', labels, *by)} / ({total(f'{name}_count', labels, *by)} > 0)"
 
 
+def mean_reward(labels: str, *by: str) -> str:
+    """Of what reward functions gave, which may be negative."""
+    given = f"sum{_by(by)}(delta(rollstream_reward_accumulated{{{labels}}}[{RATE}]))"
+    times = f"sum{_by(by)}(increase(rollstream_reward_value_count{{{labels}}}[{RATE}]))"
+    return f"{given} / ({times} > 0)"
+
+
 def buckets(name: str, labels: str) -> str:
     """For a heat map."""
     return f"sum by (le) (increase(rollstream_{name}_bucket{{{labels}}}[{RATE}]))"

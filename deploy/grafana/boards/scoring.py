@@ -8,9 +8,9 @@ from deploy.grafana.boards.promql import (
     RUN,
     SCORERS,
     alive,
-    average,
     buckets,
     mean,
+    mean_reward,
     quantile,
     stream,
     total,
@@ -32,7 +32,7 @@ _TILES = (
         decimals=2,
     ),
     tile("Busy", mean("busy_seconds_total", SCORERS), "Share of the time with work.", unit=RATIO, decimals=0),
-    tile("Mean reward", average("reward_value", SCORERS), "Over all functions and completions.", decimals=3),
+    tile("Mean reward", mean_reward(SCORERS), "Over all functions and completions.", decimals=3),
     tile(
         "Longest calls",
         quantile(0.95, "reward_seconds", SCORERS),
@@ -82,7 +82,7 @@ _REWARDS = Row(
         graph(
             "Mean, by function",
             "What each function gives, before weights.",
-            Query(average("reward_value", SCORERS, "function"), "{{function}}"),
+            Query(mean_reward(SCORERS, "function"), "{{function}}"),
             starts_at_zero=False,
         ),
         heat(

@@ -1,0 +1,168 @@
+"""A real Prometheus watches a real run, and is asked everything that boards and alerts ask."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+import urllib.request
+from asyncio.subprocess import PIPE
+from pathlib import Path
+
+import pytest
+
+from pipeline.streams import Entry
+from tests.deploy.boards import DASHBOARDS as BOARDS
+from tests.deploy.boards import filled, queries, read
+from tests.deploy.prometheus import Prometheus, watching
+from tests.deploy.promql import rules
+from tests.integration.harness import SCRIPTED, Run, running
+from tests.integration.processes import Worker
+
+pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
+
+_SHOWN_S = 45
+# What a run with a learner that computes nothing has no values for, and a bound that the server does not have.
+NO_VALUES = {
+    "overview/Memory of Redis/1",
+    "training/Effective sample size/0",
+    "training/Entropy and KL/0",
+    "training/Entropy and KL/1",
+    "training/Importance weights/0",
+    "training/Importance weights/1",
+    "training/Importance weights/2",
+    "training/Learning rate/0",
+    "training/Loss and gradient/0",
+    "training/Loss and gradient/1",
+    "training/Mismatch KL/0",
+}
+
+
+async def found(run: Run, prometheus: Prometheus, *workers: Worker) -> None:
+    """Wait until exactly these workers are scraped, with success, and only they have series."""
+    wanted = {info.worker_id for info in await run.until_ready(*workers)}
+
+    async def are_found() -> bool:
+        if await prometheus.targets() != dict.fromkeys(wanted, "up"):
+            return False
+        series = await prometheus.now("rollstream_worker_info")
+        return {item["metric"]["worker"] for item in series} == wanted
+
+    await run.until(are_found, f"{len(wanted)} workers in Prometheus")
+
+
+async def wait_for(run: Run, prometheus: Prometheus, expr: str, what: str) -> None:
+    async def holds() -> bool:
+        return bool(await prometheus.now(expr))
+
+    await run.until(holds, what)
+
+
+async def scraped(run: Run, worker: Worker) -> str:
+    info = await run.info(worker)
+    assert info is not None
+
+    def get() -> str:
+        with urllib.request.urlopen(f"http://{info.address}/metrics", timeout=10) as answer:
+            return str(answer.read().decode())
+
+    return await asyncio.to_thread(get)
+
+
+async def lint(run: Run, *workers: Worker) -> None:
+    """Prometheus's own checker finds nothing to complain of in what these serve."""
+    for worker in workers:
+        text = await scraped(run, worker)
+        checker = await asyncio.create_subprocess_exec("promtool", "check", "metrics", stdin=PIPE, stderr=PIPE)
+        _, complaints = await checker.communicate(text.encode())
+        assert (checker.returncode, complaints) == (0, b""), worker.role
+
+
+async def shown(prometheus: Prometheus, run_name: str) -> set[str]:
+    """Ask every query of every panel; returns those that have had no data."""
+    variables = {"run": run_name, "role": ".*", "worker": ".*", "__rate_interval": "10s", "__interval": "1s"}
+    empty = set()
+    for query in queries():
+        if not await prometheus.has_data(filled(query.expr, variables), _SHOWN_S):
+            empty.add(query.where)
+    for mark in read(BOARDS[0])["annotations"]["list"]:
+        if not await prometheus.has_data(filled(mark["target"]["expr"], variables), _SHOWN_S):
+            empty.add(mark["name"])
+    return empty
+
+
+async def test_prometheus_finds_workers_that_come_and_go_and_boards_and_alerts_have_data(
+    tmp_path: Path, valkey_url: str, run_name: str
+) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"prompt": "held out"}\n' * 2)
+    settings = (
+        *SCRIPTED,
+        "trainer.max_steps=1000000",
+        "trainer.scripted_step_s=0.05",
+        "checkpoint.every_steps=10",
+        "checkpoint.keep=1",
+        f"data.eval_path={json.dumps(str(held_out))}",
+        "exporter.interval_s=0.2",
+    )
+    async with running(tmp_path, valkey_url, run_name, *settings) as run:
+        trainer = run.start_all()
+        generator, scorer, _ = run.workers
+        exporter = run.start("exporter")
+        (info,) = await run.until_ready(exporter)
+        with watching(tmp_path, info.address) as prometheus:
+            await found(run, prometheus, generator, scorer, trainer, exporter)
+            helpers = [run.start("generator") for _ in range(2)]
+            await found(run, prometheus, *run.workers)
+            await lint(run, generator, scorer, trainer, exporter)
+
+            # One is killed, one drains: the series of both end, and only the one is missed.
+            helpers[0].kill()
+            helpers[1].signal(signal.SIGTERM)
+            assert await run.until_exit(helpers[1]) == [0]
+            await run.streams.feed([Entry(group_id="broken", weight_version=0, payload=b"?")], limit=1000)
+            await found(run, prometheus, generator, scorer, trainer, exporter)
+            await wait_for(
+                run, prometheus, 'rollstream_workers{state="lost", role="generator"} == 1', "a lost generator"
+            )
+            await wait_for(run, prometheus, 'rollstream_ledger{state="dead"} == 1', "a dead letter")
+
+            assert sorted(await shown(prometheus, run_name)) == sorted(NO_VALUES)
+            await asked_without_error(run, prometheus)
+            await run.fleet.stop("the test is over")
+            await run.until_over()
+
+
+async def asked_without_error(run: Run, prometheus: Prometheus) -> None:
+    """Every rule was evaluated, and the two alerts for what was done to the run say what it was."""
+    names = {rule["alert"] for rule in rules("alert")} | {rule["record"] for rule in rules("record")}
+    told = (await prometheus.ask("rules"))["groups"]
+    evaluated = {rule["name"]: rule for group in told for rule in group["rules"]}
+    assert set(evaluated) == names
+    assert {rule["health"] for rule in evaluated.values()} == {"ok"}
+    name = run.config.run.name
+    firing = {item["labels"]["alertname"]: item for item in (await prometheus.ask("alerts"))["alerts"]}
+    for alert, words in {
+        "RollstreamDeadLetters": f"1 groups of {name} were set aside",
+        "RollstreamWorkerLost": f"1 generators of {name} are gone",
+    }.items():
+        said = firing[alert]["annotations"]
+        assert words in said["summary"]
+        assert said["dashboard"] == f"http://localhost:3000/d/rollstream-overview?var-run={name}"
+
+
+async def test_a_worker_in_a_long_step_answers_a_scrape(tmp_path: Path, valkey_url: str, run_name: str) -> None:
+    async with running(tmp_path, valkey_url, run_name, *SCRIPTED, "trainer.scripted_step_s=600") as run:
+        trainer = run.start_all()
+
+        async def is_in_a_step() -> bool:
+            info = await run.info(trainer)
+            return info is not None and info.status.get("busy_with") == "an optimiser step"
+
+        await run.until(is_in_a_step, "a long step")
+        assert await run.metric(trainer, "rollstream_last_step_timestamp_seconds") > 0
+        assert await run.metric(trainer, "rollstream_step") == 0
+        trainer.kill()
+        await run.fleet.stop("the test is over")
+        await run.until_over()
