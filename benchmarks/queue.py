@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--rounds", type=int, default=5, help="times that everything is measured in turn")
     parser.add_argument("--groups", type=int, default=32768, help="groups in one measurement")
-    parser.add_argument("--batch", type=int, default=256, help="groups in one call")
+    parser.add_argument("--batch", type=int, default=128, help="groups in one call")
     parser.add_argument("--pairs", type=int, default=4, help="producers, and consumers, at once")
     arguments = parser.parse_args()
     program = shutil.which("redis-benchmark")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from benchmarks.weight_states import Scale, State, entropy_bytes, moved, random_weights, trained
 from pipeline.local.cores import available_cores
 from pipeline.weights.delta import Method, apply_patch, make_patch
-from pipeline.weights.manifest import digest
+from pipeline.weights.sealed import digest
 from pipeline.weights.sparse import read_block
 
 Tile = NDArray[np.uint8]

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.weight_fleet import Model, Receiver, Trainer, bare_sender, update
 from benchmarks.weight_states import Scale
 from pipeline.config import WeightSettings
-from pipeline.weights.manifest import digest
+from pipeline.weights.sealed import digest
 
 _NUM_LOCAL = 8
 _NUM_RELAYED = 8

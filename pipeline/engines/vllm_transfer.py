@@ -22,11 +22,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from pipeline.config import LoraSettings, ModelSettings
-from pipeline.engines.shared_weights import SharedReader, SharedTensor
+from pipeline.engines.shared_weights import SharedReader
 from pipeline.engines.vllm_pull import Base, WeightPull
 from pipeline.errors import WeightError
 from pipeline.models.weights import dtype_named, host_tensor
 from pipeline.weights import WeightKind
+from pipeline.weights.manifest import TensorEntry
 
 OWNED_S = 15.0
 
@@ -152,7 +153,7 @@ class RollstreamTransfer(WeightTransferEngine):  # type: ignore[misc]
         self._pull.close()
 
 
-def _tensor(item: SharedTensor, data: memoryview) -> torch.Tensor:
+def _tensor(item: TensorEntry, data: memoryview) -> torch.Tensor:
     dtype = dtype_named(item.dtype)
     if not item.num_bytes:
         return torch.empty(item.shape, dtype=dtype)

@@ -22,7 +22,6 @@ from pipeline.weights.manifest import (
     Manifest,
     TensorEntry,
     check_names,
-    digest,
     encode_manifest,
     lay_out,
     tile_widths,
@@ -30,6 +29,7 @@ from pipeline.weights.manifest import (
 from pipeline.weights.memory import BufferPool
 from pipeline.weights.patches import PatchSet, gather
 from pipeline.weights.protocol import MAX_VERSION
+from pipeline.weights.sealed import digest
 from pipeline.weights.state import HostTensor, WeightKind, WeightState
 
 

@@ -12,15 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import msgpack
-import xxhash
-
 from pipeline.errors import WeightError
 from pipeline.weights.protocol import MAX_MANIFEST_BYTES, MAX_VERSION
+from pipeline.weights.sealed import HASH_BYTES, seal, unseal
 from pipeline.weights.state import WeightKind
 
 SCHEMA = 2
-HASH_BYTES = 16
 ALIGNMENT = 64  # bytes; a tensor's data can be read in place by any framework
 MAX_TILE_BYTES = 64 * 1024 * 1024
 _MAX_NAME = 1000
@@ -101,11 +98,6 @@ def tile_widths(manifest: Manifest) -> list[int]:
     return [math.gcd(width, manifest.tile_size(index), manifest.tile_bytes) for index, width in enumerate(widths)]
 
 
-def digest(data: bytes | memoryview) -> bytes:
-    """xxh3-128, big-endian. Releases the GIL for all but small inputs."""
-    return xxhash.xxh3_128_digest(data)
-
-
 def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[tuple[TensorEntry, ...], int]:
     """Table of (name, dtype, shape) in that order, each on the next multiple of ALIGNMENT.
 
@@ -130,7 +122,7 @@ def _tensor_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
 
 def encode_manifest(manifest: Manifest) -> tuple[bytes, bytes]:
     """(root, encoded manifest). Raises WeightError where it would be too large to send."""
-    body = msgpack.packb(
+    payload = seal(
         {
             "schema": SCHEMA,
             "session": manifest.session,
@@ -142,37 +134,19 @@ def encode_manifest(manifest: Manifest) -> tuple[bytes, bytes]:
             "tile_hashes": manifest.tile_hashes,
         }
     )
-    root = digest(body)
-    if len(root) + len(body) > MAX_MANIFEST_BYTES:
+    if len(payload) > MAX_MANIFEST_BYTES:
         raise WeightError(
-            f"the manifest of {manifest.num_tiles} tiles takes {len(body)} bytes, more than {MAX_MANIFEST_BYTES}: "
+            f"the manifest of {manifest.num_tiles} tiles takes {len(payload)} bytes, more than {MAX_MANIFEST_BYTES}: "
             f"enlarge weights.tile_bytes = {manifest.tile_bytes}"
         )
-    return root, root + body
+    return payload[:HASH_BYTES], payload
 
 
 def decode_manifest(payload: bytes | memoryview, *, max_model_bytes: int) -> Manifest:
     """The manifest in `payload`, checked. Raises WeightError saying what is wrong with it."""
-    if not HASH_BYTES < len(payload) <= MAX_MANIFEST_BYTES:
-        raise WeightError(f"manifest of {len(payload)} bytes")
-    root, body = bytes(payload[:HASH_BYTES]), payload[HASH_BYTES:]
-    if digest(body) != root:
-        raise WeightError("the manifest does not have the hash it claims")
-    try:
-        fields = msgpack.unpackb(body, raw=False, strict_map_key=True)
-        manifest = _read(_map(fields), root)
-    except (ValueError, TypeError, KeyError, OverflowError, msgpack.UnpackException) as error:
-        raise WeightError(f"the manifest is malformed: {type(error).__name__}: {error}") from error
+    manifest = unseal(payload, _read, what="the manifest", names=_FIELDS, schema=SCHEMA, max_bytes=MAX_MANIFEST_BYTES)
     _check(manifest, max_model_bytes)
     return manifest
-
-
-def _map(fields: object) -> dict[str, Any]:
-    if not isinstance(fields, dict) or set(fields) != _FIELDS:
-        raise WeightError("the manifest does not have the fields it must have")
-    if fields["schema"] != SCHEMA:
-        raise WeightError(f"manifest schema {fields['schema']!r}, this subscriber reads {SCHEMA}")
-    return fields
 
 
 def _read(fields: dict[str, Any], root: bytes) -> Manifest:
@@ -190,7 +164,7 @@ def _read(fields: dict[str, Any], root: bytes) -> Manifest:
 
 def table_rows(table: Iterable[TensorEntry]) -> list[list[Any]]:
     """A table in plain values; `read_table` reads it."""
-    return [[item.name, item.dtype, item.shape, item.offset, item.num_bytes] for item in table]
+    return [[item.name, item.dtype, list(item.shape), item.offset, item.num_bytes] for item in table]
 
 
 def read_table(rows: Iterable[Iterable[object]]) -> tuple[TensorEntry, ...]:

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-import msgpack
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.errors import WeightError
 from pipeline.weights.delta import Method, Patch, fold_patches
-from pipeline.weights.manifest import HASH_BYTES, Manifest, digest, tile_widths
+from pipeline.weights.manifest import Manifest, tile_widths
 from pipeline.weights.protocol import MAX_MANIFEST_BYTES, MAX_VERSION
+from pipeline.weights.sealed import HASH_BYTES, digest, seal, unseal
 
 SCHEMA = 1
 _SLACK = 64  # bytes by which a patch may exceed its tile
@@ -153,7 +153,7 @@ def cuts(lengths: Sequence[int], limit: int) -> tuple[int, ...]:
 
 
 def _encode_table(table: PatchTable) -> tuple[bytes, bytes]:
-    body = msgpack.packb(
+    payload = seal(
         {
             "schema": SCHEMA,
             "base_version": table.base_version,
@@ -166,28 +166,17 @@ def _encode_table(table: PatchTable) -> tuple[bytes, bytes]:
             "parcel_hashes": table.parcel_hashes,
         }
     )
-    identity = digest(body)
-    return identity, identity + body
+    return payload[:HASH_BYTES], payload
 
 
 def decode_table(payload: bytes | memoryview, manifest: Manifest) -> PatchTable:
     """The table in `payload`, which leads to `manifest`. Raises WeightError saying what is wrong with it."""
-    if not HASH_BYTES < len(payload) <= MAX_MANIFEST_BYTES:
-        raise WeightError(f"patch table of {len(payload)} bytes")
-    identity, body = bytes(payload[:HASH_BYTES]), payload[HASH_BYTES:]
-    if digest(body) != identity:
-        raise WeightError("the patch table does not have the hash it claims")
-    try:
-        table = _read(msgpack.unpackb(body, raw=False, strict_map_key=True), identity)
-    except (ValueError, TypeError, KeyError, OverflowError, msgpack.UnpackException) as error:
-        raise WeightError(f"the patch table is malformed: {type(error).__name__}: {error}") from error
+    table = unseal(payload, _read, what="the patch table", names=_FIELDS, schema=SCHEMA, max_bytes=MAX_MANIFEST_BYTES)
     _check(table, manifest)
     return table
 
 
-def _read(fields: Any, identity: bytes) -> PatchTable:
-    if not isinstance(fields, dict) or set(fields) != _FIELDS or fields["schema"] != SCHEMA:
-        raise ValueError("it does not have the fields it must have")
+def _read(fields: dict[str, Any], identity: bytes) -> PatchTable:
     numbers = [fields[name] for name in ("base_version", "encode_us")]
     if any(type(value) is not int or not 0 <= value <= MAX_VERSION for value in numbers):
         raise ValueError(f"{numbers} are not numbers of 0 or more")

@@ -20,9 +20,10 @@ import numpy.typing as npt
 from pipeline.errors import WeightError
 from pipeline.weights.codec import decode
 from pipeline.weights.delta import apply_patch
-from pipeline.weights.manifest import Manifest, digest, tile_widths
+from pipeline.weights.manifest import Manifest, tile_widths
 from pipeline.weights.patches import PatchTable, split_parcel
 from pipeline.weights.protocol import Kind
+from pipeline.weights.sealed import digest
 from pipeline.weights.state import WeightState
 
 _INLINE_BYTES = 64 * 1024  # below, handing over to a thread costs more than the work

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from pipeline.errors import WeightError
 from pipeline.weights import HostTensor, WeightKind, WeightState
 from pipeline.weights.codec import Encoder, WeightObject, decode
-from pipeline.weights.manifest import DTYPE_BYTES, decode_manifest, digest
+from pipeline.weights.manifest import DTYPE_BYTES, decode_manifest
 from pipeline.weights.protocol import HEADER_BYTES, Header
+from pipeline.weights.sealed import digest
 from tests.weights.states import make_state, same, tensor
 
 LIMIT = 1 << 30

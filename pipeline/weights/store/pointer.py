@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgpack
-
-from pipeline.errors import WeightError
-from pipeline.weights.manifest import HASH_BYTES, Manifest, digest
+from pipeline.weights.manifest import Manifest
 from pipeline.weights.patches import PatchTable, cuts
 from pipeline.weights.protocol import MAX_VERSION
+from pipeline.weights.sealed import HASH_BYTES, seal, unseal
 
 CURRENT = "current"
 MAX_POINTER_BYTES = 1024 * 1024
@@ -120,7 +118,7 @@ def parcel_pieces(version: int, table: PatchTable, file_bytes: int) -> Pieces:
 
 def encode_pointer(pointer: Pointer) -> bytes:
     """The bytes of `current`."""
-    body: bytes = msgpack.packb(
+    return seal(
         {
             "schema": SCHEMA,
             "session": pointer.session,
@@ -133,22 +131,14 @@ def encode_pointer(pointer: Pointer) -> bytes:
             ],
         }
     )
-    return digest(body) + body
 
 
 def decode_pointer(payload: bytes) -> Pointer:
     """What `current` says. Raises WeightError saying what is wrong with it."""
-    if not HASH_BYTES < len(payload) <= MAX_POINTER_BYTES or digest(payload[HASH_BYTES:]) != payload[:HASH_BYTES]:
-        raise WeightError(f"the {len(payload)} bytes of {CURRENT!r} do not have the hash that they claim")
-    try:
-        return _read(msgpack.unpackb(payload[HASH_BYTES:], raw=False, strict_map_key=True))
-    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
-        raise WeightError(f"{CURRENT!r} is malformed: {type(error).__name__}: {error}") from error
+    return unseal(payload, _read, what=repr(CURRENT), names=_FIELDS, schema=SCHEMA, max_bytes=MAX_POINTER_BYTES)
 
 
-def _read(fields: Any) -> Pointer:
-    if not isinstance(fields, dict) or set(fields) != _FIELDS or fields["schema"] != SCHEMA:
-        raise ValueError(f"it does not have the fields of schema {SCHEMA}")
+def _read(fields: dict[str, Any], _: bytes) -> Pointer:
     steps = []
     for base_version, base_root, version, root, num_bytes in fields["steps"]:
         _natural(base_version, version, num_bytes)
