@@ -161,6 +161,7 @@ def _batch(tokens: int, case: Case) -> MicroBatch:
         generator_logprobs=blank,
         advantages=blank,
         factors=blank,
+        ages=blank.long(),
     )
 
 

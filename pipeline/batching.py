@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.errors import MessageError
 from pipeline.filters import rewards_of
-from pipeline.messages import Completion, PromptGroup, ScoredGroup, TokenIds, expert_dtype
+from pipeline.messages import Completion, PromptGroup, Score, ScoredGroup, TokenIds, expert_dtype
 from pipeline.staleness import Ages, Assessment
 
 BoolMask: TypeAlias = npt.NDArray[np.bool_]
@@ -29,7 +30,8 @@ class Sample:
     """One completion as the trainer sees it.
 
     prompt_token_ids: [P]. mask: [T], tokens to train on. ages: [T], in weight versions.
-    reward: None where not scored. group_index: position of the group in the step.
+    reward: None where not scored. score: what it was made of. max_tokens: limit of the completion.
+    group_index: position of the group in the step.
     num_nonfinite: tokens left out for a generator logprob that is not finite.
     num_unreplayed: tokens to train on that were sampled by a truncated distribution whose mask is missing.
     """
@@ -40,6 +42,8 @@ class Sample:
     ages: Ages
     temperature: float
     reward: float | None
+    score: Score
+    max_tokens: int
     group_index: int
     num_nonfinite: int
     num_unreplayed: int
@@ -90,7 +94,7 @@ class MicroBatch:
     input_ids, attention_mask: [B, L]. mask: [B, T] bool, True at the M tokens to train on, which the
     flat tensors list row by row: state_index [M], position in [B * L] whose hidden state predicts the
     token; token_index [M], position in [B * T]; targets [M]; temperatures [M].
-    generator_logprobs: [B, T] float32; advantages, factors: [B, T] float64; 0 outside the mask.
+    generator_logprobs: [B, T] float32; advantages, factors: [B, T] float64; ages: [B, T] int64; 0 outside the mask.
     """
 
     input_ids: Tensor
@@ -103,6 +107,7 @@ class MicroBatch:
     generator_logprobs: Tensor
     advantages: Tensor
     factors: Tensor
+    ages: Tensor
     kept: KeptTokens | None = None
     routing: Routing | None = None
 
@@ -119,8 +124,13 @@ def make_samples(groups: Sequence[ScoredGroup], assessments: Sequence[Assessment
     for group_index, (group, assessment) in enumerate(zip(groups, assessments, strict=True)):
         prompt = group.rollout.prompt
         _check(prompt)
-        for completion, reward, kept, ages in zip(
-            group.rollout.completions, rewards_of(group), assessment.masks, assessment.token_ages, strict=True
+        for completion, reward, score, kept, ages in zip(
+            group.rollout.completions,
+            rewards_of(group),
+            group.scores,
+            assessment.masks,
+            assessment.token_ages,
+            strict=True,
         ):
             is_wanted = (kept != 0) & (reward is not None)
             mask = is_wanted & np.isfinite(completion.generator_logprobs)
@@ -133,6 +143,8 @@ def make_samples(groups: Sequence[ScoredGroup], assessments: Sequence[Assessment
                     ages=ages,
                     temperature=prompt.sampling.temperature,
                     reward=reward,
+                    score=score,
+                    max_tokens=prompt.sampling.max_tokens,
                     group_index=group_index,
                     num_nonfinite=int(is_wanted.sum() - mask.sum()),
                     num_unreplayed=int(mask.sum()) if has_gap else 0,
@@ -157,8 +169,8 @@ def split(samples: Sequence[Sample], budget: int) -> Iterator[list[int]]:
         start += rows
 
 
-def pad(samples: Sequence[Sample], advantages: Tensor, factors: Tensor) -> MicroBatch:
-    """Tensors of one micro-batch. advantages, factors: [B], one for each sample."""
+def pad(samples: Sequence[Sample], advantages: Sequence[Tensor], factors: Tensor) -> MicroBatch:
+    """Tensors of one micro-batch. advantages: for each sample [T], or one number for all its tokens. factors: [B]."""
     masks = _stack([sample.mask for sample in samples])  # [B, T]
     rows, columns = masks.nonzero()  # [M], row by row
     starts = np.array([len(sample.prompt_token_ids) for sample in samples])
@@ -176,8 +188,9 @@ def pad(samples: Sequence[Sample], advantages: Tensor, factors: Tensor) -> Micro
         targets=torch.from_numpy(input_ids[rows, starts[rows] + columns]),
         temperatures=torch.from_numpy(temperatures[rows]),
         generator_logprobs=torch.from_numpy(np.where(masks, generator_logprobs, 0.0)).float(),
-        advantages=advantages[:, None] * mask,
+        advantages=_pad_advantages(samples, advantages) * mask,
         factors=factors[:, None] * mask,
+        ages=torch.from_numpy(np.where(masks, _stack([sample.ages for sample in samples]), 0)),
         kept=_kept_tokens(samples),
         routing=pad_routing([sample.completion for sample in samples], input_ids.shape[1]),
     )
@@ -196,6 +209,12 @@ def _stack(rows: Sequence[npt.NDArray[np.generic]]) -> npt.NDArray[np.generic]:
     for index, row in enumerate(rows):
         stacked[index, : len(row)] = row
     return stacked
+
+
+def _pad_advantages(samples: Sequence[Sample], advantages: Sequence[Tensor]) -> Tensor:
+    """[B, T]."""
+    rows = [values.expand(len(sample.mask)) for values, sample in zip(advantages, samples, strict=True)]
+    return pad_sequence(rows, batch_first=True)
 
 
 def _kept_tokens(samples: Sequence[Sample]) -> KeptTokens | None:

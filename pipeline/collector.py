@@ -126,7 +126,7 @@ class Collector:
             return DropReason.UNSCORED
         if is_nonfinite(group):
             return DropReason.NONFINITE
-        if self._algorithm.drop_zero_variance and is_zero_variance(group):
+        if self._algorithm.resolved.drop_zero_variance and is_zero_variance(group):
             return DropReason.ZERO_VARIANCE
         return None
 

@@ -1,4 +1,4 @@
-"""Algorithms: four tables of pure functions, and presets that name one of each.
+"""Algorithms: tables of pure functions, and presets that name one of each.
 
 In: names from the settings. Out: an `Algorithm`. To add a function, write it in the table's module
 with its formula, shapes and source, and enter it in the table; settings can name it at once.
@@ -12,26 +12,36 @@ from typing import TypeVar
 
 from pipeline.algorithms.advantages import ADVANTAGES
 from pipeline.algorithms.aggregations import AGGREGATIONS
-from pipeline.algorithms.carriers import RewardBatch
+from pipeline.algorithms.carriers import BatchShape, RewardBatch
 from pipeline.algorithms.corrections import CORRECTIONS
+from pipeline.algorithms.divergences import DIVERGENCES
 from pipeline.algorithms.losses import LOSSES
 from pipeline.algorithms.objective import Algorithm, Objective, TokenInputs, evaluate
-from pipeline.algorithms.presets import PRESETS
+from pipeline.algorithms.process import with_process_rewards
+from pipeline.algorithms.proximal import PROXIMALS
+from pipeline.algorithms.sequence_corrections import m2po_limit
 from pipeline.config import AlgorithmSettings
+from pipeline.config.algorithm import WEIGHTING
+from pipeline.config.presets import PRESETS
 from pipeline.errors import ConfigError
 
 __all__ = [
     "ADVANTAGES",
     "AGGREGATIONS",
     "CORRECTIONS",
+    "DIVERGENCES",
     "LOSSES",
     "PRESETS",
+    "PROXIMALS",
     "Algorithm",
+    "BatchShape",
     "Objective",
     "RewardBatch",
     "TokenInputs",
     "evaluate",
+    "m2po_limit",
     "resolve_algorithm",
+    "with_process_rewards",
 ]
 
 Entry = TypeVar("Entry")
@@ -40,15 +50,21 @@ Entry = TypeVar("Entry")
 def resolve_algorithm(settings: AlgorithmSettings) -> Algorithm:
     """The preset's functions, each replaced where a setting names another.
 
-    Raises ConfigError for a name that is in no table.
+    Raises ConfigError for a name that is in no table, and for parts that cancel each other.
     """
-    preset = _look_up("preset", settings.preset, PRESETS)
-    return Algorithm(
-        advantage=_look_up("advantage", settings.advantage or preset.advantage, ADVANTAGES),
-        loss=_look_up("loss", settings.loss or preset.loss, LOSSES),
-        correction=_look_up("correction", settings.correction or preset.correction, CORRECTIONS),
-        aggregation=_look_up("aggregation", settings.aggregation or preset.aggregation, AGGREGATIONS),
+    _look_up("preset", settings.preset, PRESETS)
+    resolved = settings.resolved
+    algorithm = Algorithm(
+        advantage=_look_up("advantage", resolved.advantage, ADVANTAGES),
+        loss=_look_up("loss", resolved.loss, LOSSES),
+        correction=_look_up("correction", resolved.correction, CORRECTIONS),
+        aggregation=_look_up("aggregation", resolved.aggregation, AGGREGATIONS),
+        proximal=_look_up("proximal", resolved.proximal, PROXIMALS),
+        divergence=_look_up("kl_estimator", resolved.kl_estimator, DIVERGENCES),
+        settings=resolved,
     )
+    _refuse_what_cancels(resolved)
+    return algorithm
 
 
 def _look_up(setting: str, name: str, table: Mapping[str, Entry]) -> Entry:
@@ -57,3 +73,28 @@ def _look_up(setting: str, name: str, table: Mapping[str, Entry]) -> Entry:
     nearest = difflib.get_close_matches(name, table, n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
     raise ConfigError(f"algorithm.{setting} = {name!r} is not known{hint} There are: {', '.join(sorted(table))}")
+
+
+def _refuse_what_cancels(settings: AlgorithmSettings) -> None:
+    if settings.correction in WEIGHTING and settings.proximal == "generator":
+        raise ConfigError(
+            f"algorithm.correction = {settings.correction!r} with algorithm.proximal = 'generator' counts the same "
+            "ratio twice, once as the weight and once in the loss; set algorithm.proximal to 'recomputed' or "
+            "'interpolated', or algorithm.correction to 'none', 'm2po' or 'opsm'"
+        )
+    if settings.correction not in WEIGHTING and settings.proximal == "interpolated":
+        raise ConfigError(
+            f"algorithm.proximal = 'interpolated' with algorithm.correction = {settings.correction!r} leaves the part "
+            "between the generator and the interpolated policy uncorrected; set algorithm.correction to 'tis' or "
+            "another that weighs tokens, or algorithm.proximal to 'generator'"
+        )
+    if settings.kl_importance and settings.kl_in == "reward":
+        raise ConfigError(
+            "algorithm.kl_importance = true with algorithm.kl_in = 'reward': a KL term in the reward is weighed with "
+            "its completion already; set one of them to false or 'loss'"
+        )
+    if settings.band_low > settings.band_high:
+        raise ConfigError(
+            f"algorithm.band_low = {settings.band_low:g} is above algorithm.band_high = {settings.band_high:g}: "
+            "icepop would mask every token; set it below"
+        )

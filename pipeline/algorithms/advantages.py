@@ -1,7 +1,7 @@
 """Rewards become advantages inside their group.
 
-In: the rewards of a whole step. Out: one number for each completion, [N] float64. A completion
-without a reward stays out of the baseline and gets 0; so does one that is alone in its group.
+In: the rewards of a whole step. Out: a number for each token, [M] float64. A completion without a
+reward stays out of the baseline and gets 0; so does one that is alone in its group.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pipeline.algorithms import groups
+from pipeline.algorithms.batch_advantages import gdpo, reinforce_pp, reinforce_pp_baseline
 from pipeline.algorithms.carriers import AdvantageFunction, RewardBatch
 from pipeline.config import AlgorithmSettings
-
-_STD_FLOOR = 1e-6
 
 
 def group_mean_std(batch: RewardBatch, settings: AlgorithmSettings) -> Tensor:
@@ -20,9 +20,7 @@ def group_mean_std(batch: RewardBatch, settings: AlgorithmSettings) -> Tensor:
 
     std divides by the number of members. Source: GRPO, arXiv 2402.03300.
     """
-    centred = group_mean(batch, settings)
-    variance = _group_mean(centred.square(), batch)
-    return centred / (variance.sqrt() + _STD_FLOOR)
+    return batch.spread(groups.standardised(batch.outcomes, batch.is_scored, batch.group_index))
 
 
 def group_mean(batch: RewardBatch, settings: AlgorithmSettings) -> Tensor:
@@ -30,30 +28,51 @@ def group_mean(batch: RewardBatch, settings: AlgorithmSettings) -> Tensor:
 
     Leaves hard and easy prompts their natural weight. Source: Dr. GRPO, arXiv 2503.20783.
     """
-    centred = batch.rewards - _group_mean(batch.rewards, batch)
-    return torch.where(batch.is_scored & ~_is_constant(batch), centred, 0.0)
+    return batch.spread(groups.centred(batch.outcomes, batch.is_scored, batch.group_index))
 
 
-def _group_mean(values: Tensor, batch: RewardBatch) -> Tensor:
-    """Mean of the scored members' values [N] in each member's group, [N]; 0 without any."""
-    num_groups = int(batch.group_index.max()) + 1 if len(batch.group_index) else 0
-    scored = batch.is_scored.to(values.dtype)
-    sums = values.new_zeros(num_groups).index_add(0, batch.group_index, values * scored)
-    counts = values.new_zeros(num_groups).index_add(0, batch.group_index, scored)
-    return (sums / counts.clamp(min=1.0))[batch.group_index]
+def rloo(batch: RewardBatch, settings: AlgorithmSettings) -> Tensor:
+    """A_i = r_i - mean of the other scored members of i's group = n / (n - 1) (r_i - mean(r)).
 
-
-def _is_constant(batch: RewardBatch) -> Tensor:
-    """Whether all scored members of each member's group have one reward, [N] bool.
-
-    Compared, not computed: the mean of equal numbers may differ from them in the last bit.
+    The baseline does not depend on i, so the gradient is unbiased. Source: RLOO, arXiv 2402.14740.
     """
-    num_groups = int(batch.group_index.max()) + 1 if len(batch.group_index) else 0
-    high = torch.where(batch.is_scored, batch.rewards, -torch.inf)
-    low = torch.where(batch.is_scored, batch.rewards, torch.inf)
-    highest = high.new_full((num_groups,), -torch.inf).scatter_reduce(0, batch.group_index, high, "amax")
-    lowest = low.new_full((num_groups,), torch.inf).scatter_reduce(0, batch.group_index, low, "amin")
-    return (highest <= lowest)[batch.group_index]
+    num_members = groups.group_sum(batch.is_scored.double(), batch.group_index)
+    differences = groups.centred(batch.outcomes, batch.is_scored, batch.group_index)
+    return batch.spread(differences * num_members / (num_members - 1.0).clamp(min=1.0))
 
 
-ADVANTAGES: dict[str, AdvantageFunction] = {"group_mean_std": group_mean_std, "group_mean": group_mean}
+def maxrl(batch: RewardBatch, settings: AlgorithmSettings) -> Tensor:
+    """A_i = (r_i - mean(r)) / mean(r) over the scored members of i's group; 0 where the mean is not positive.
+
+    With rewards of 0 and 1 its expectation is the gradient of log(probability of success), up to a
+    term that more members make small: rare successes weigh most. Source: MaxRL, arXiv 2602.02710.
+    """
+    mean = groups.group_mean(batch.outcomes, batch.is_scored, batch.group_index)
+    differences = groups.centred(batch.outcomes, batch.is_scored, batch.group_index)
+    is_positive = mean > groups.STD_FLOOR
+    return batch.spread(torch.where(is_positive, differences / torch.where(is_positive, mean, 1.0), 0.0))
+
+
+def opo(batch: RewardBatch, settings: AlgorithmSettings) -> Tensor:
+    """A_i = r_i - sum_j T_j r_j / sum_j T_j over the scored members of i's group with T_j trained tokens.
+
+    The baseline of least variance where the squared gradient of a completion grows with its length.
+    Source: OPO, arXiv 2505.23585.
+    """
+    lengths = batch.num_tokens * batch.is_scored.double()
+    total = groups.group_sum(lengths, batch.group_index).clamp(min=1.0)
+    baseline = groups.group_sum(lengths * batch.outcomes, batch.group_index) / total
+    is_constant = groups.is_constant(batch.outcomes, batch.is_scored, batch.group_index)
+    return batch.spread(torch.where(batch.is_scored & ~is_constant, batch.outcomes - baseline, 0.0))
+
+
+ADVANTAGES: dict[str, AdvantageFunction] = {
+    "group_mean_std": group_mean_std,
+    "group_mean": group_mean,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "maxrl": maxrl,
+    "gdpo": gdpo,
+    "opo": opo,
+}

@@ -1,8 +1,8 @@
 """Generator and trainer never agree exactly: other kernels, and older weights. This reconciles them.
 
-In: logprobs of the same tokens by the trainer (now) and by the generator (when sampled), [B, T].
-Out: the logprobs that the loss forms its ratio against, and a weight for every token. Acts per
-token, each against the weights that really sampled it.
+In: log-ratios of the same tokens between trainer and generator, [B, T], each against the weights
+that really sampled it. Out: a weight for every token, 0 where the token is masked. What is masked
+stays in the denominator, which is fixed before the first forward pass.
 """
 
 from __future__ import annotations
@@ -10,42 +10,74 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipeline.algorithms.carriers import Correction, CorrectionFunction
-from pipeline.algorithms.ratios import usable_ratios
+from pipeline.algorithms.carriers import Correction, CorrectionFunction, CorrectionInputs
+from pipeline.algorithms.ratios import bounded_exp
+from pipeline.algorithms.sequence_corrections import (
+    geometric_mis,
+    geometric_tis,
+    m2po,
+    opsm,
+    sequence_mis,
+    sequence_tis,
+)
 from pipeline.config import AlgorithmSettings
 
 
-def none(trainer_logprobs: Tensor, generator_logprobs: Tensor, settings: AlgorithmSettings) -> Correction:
-    """old = log pi_generator, weight = 1: the loss's own ratio is pi_trainer / pi_generator.
-
-    The clip then bounds how far the trainer moves from the generator's policy. Source: PPO, arXiv
-    1707.06347, with the generator as the old policy.
-    """
-    is_usable = usable_ratios(trainer_logprobs, generator_logprobs)
-    return Correction(
-        old_logprobs=torch.where(is_usable, generator_logprobs, trainer_logprobs),
-        weights=torch.ones_like(trainer_logprobs),
-        is_usable=is_usable,
-    )
+def none(inputs: CorrectionInputs, settings: AlgorithmSettings) -> Correction:
+    """w = 1. With the generator as the proximal policy the loss's own ratio is the correction."""
+    return Correction(weights=torch.ones_like(inputs.log_ratios))
 
 
-def tis(trainer_logprobs: Tensor, generator_logprobs: Tensor, settings: AlgorithmSettings) -> Correction:
-    """old = log pi_trainer (detached), weight = min(pi_trainer / pi_generator, truncation).
+def importance(inputs: CorrectionInputs, settings: AlgorithmSettings) -> Correction:
+    """w = rho: importance sampling without a bound. Unbiased, of a variance that grows with age."""
+    return Correction(weights=bounded_exp(inputs.log_ratios))
+
+
+def tis(inputs: CorrectionInputs, settings: AlgorithmSettings) -> Correction:
+    """w = min(rho, truncation).
 
     Truncated importance sampling of each token: unbiased where no weight reaches the cap, and of
     bounded variance where one does. Sources: Ionides, "Truncated importance sampling" (2008);
     IMPALA, arXiv 1802.01561; for the mismatch of engines, Yao et al., "Your efficient RL framework
     secretly brings you off-policy RL training" (2025).
     """
-    is_usable = usable_ratios(trainer_logprobs, generator_logprobs)
-    log_ratio = torch.where(is_usable, trainer_logprobs - generator_logprobs, 0.0)
-    ratio = log_ratio.exp()
+    ratios = bounded_exp(inputs.log_ratios)
+    is_truncated = ratios > settings.truncation
     return Correction(
-        old_logprobs=trainer_logprobs,
-        weights=ratio.clamp(max=settings.truncation),
-        is_usable=is_usable,
-        stats={"truncated_fraction": (ratio > settings.truncation).to(ratio.dtype)},
+        weights=ratios.clamp(max=settings.truncation), stats={"truncated_fraction": is_truncated.to(ratios.dtype)}
     )
 
 
-CORRECTIONS: dict[str, CorrectionFunction] = {"none": none, "tis": tis}
+def mis(inputs: CorrectionInputs, settings: AlgorithmSettings) -> Correction:
+    """w = rho where rho <= truncation, else 0. Source: Liu et al., "When speed kills stability:
+    demystifying RL collapse from the training-inference mismatch" (2025)."""
+    ratios = bounded_exp(inputs.log_ratios)
+    return _kept(ratios, ratios <= settings.truncation)
+
+
+def icepop(inputs: CorrectionInputs, settings: AlgorithmSettings) -> Correction:
+    """w = rho where band_low <= rho <= band_high, else 0: a token that the two disagree on says
+    nothing, in whichever direction. Source: IcePop in Ring-1T, arXiv 2510.18855."""
+    ratios = bounded_exp(inputs.log_ratios)
+    return _kept(ratios, (ratios >= settings.band_low) & (ratios <= settings.band_high))
+
+
+def _kept(weights: Tensor, is_kept: Tensor) -> Correction:
+    return Correction(
+        weights=torch.where(is_kept, weights, 0.0), stats={"masked_fraction": (~is_kept).to(weights.dtype)}
+    )
+
+
+CORRECTIONS: dict[str, CorrectionFunction] = {
+    "none": none,
+    "importance": importance,
+    "tis": tis,
+    "mis": mis,
+    "icepop": icepop,
+    "sequence_tis": sequence_tis,
+    "sequence_mis": sequence_mis,
+    "geometric_tis": geometric_tis,
+    "geometric_mis": geometric_mis,
+    "m2po": m2po,
+    "opsm": opsm,
+}

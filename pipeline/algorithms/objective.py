@@ -7,6 +7,7 @@ and reaches neither loss nor gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,78 +17,112 @@ from pipeline.algorithms.carriers import (
     AdvantageFunction,
     AggregationFunction,
     CorrectionFunction,
+    CorrectionInputs,
     LossFunction,
     LossInputs,
+    ProximalFunction,
     Stats,
 )
-from pipeline.algorithms.ratios import k3
+from pipeline.algorithms.divergences import k3
+from pipeline.algorithms.proximal import generator as generator_is_proximal
+from pipeline.algorithms.ratios import bounded_exp, usable_ratios
 from pipeline.config import AlgorithmSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """One function of each table."""
+    """One function of each table, and the settings with every choice filled in."""
 
     advantage: AdvantageFunction
     loss: LossFunction
     correction: CorrectionFunction
     aggregation: AggregationFunction
+    proximal: ProximalFunction
+    divergence: Callable[[Tensor], Tensor]
+    settings: AlgorithmSettings
+
+    def anchor(self, trainer: Tensor, generator: Tensor, ages: Tensor) -> Tensor:
+        """What the correction holds against the generator, [B, T]: the proximal policy, or the trainer
+        where the generator itself is the proximal policy."""
+        if self.proximal is generator_is_proximal:
+            return trainer
+        return self.proximal(trainer, generator, ages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenInputs:
-    """One micro-batch, all [B, T]. ref_logprobs: only where there is a KL term. mask: bool."""
+    """One micro-batch, all [B, T]. mask: bool. ages: int64. ref_logprobs: only where there is a KL term.
+    limit: of m2po, from the whole batch."""
 
     trainer_logprobs: Tensor
     generator_logprobs: Tensor
     advantages: Tensor
     mask: Tensor
+    ages: Tensor
     ref_logprobs: Tensor | None = None
+    limit: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Objective:
-    """losses: [B, T], 0 outside `mask`. mask: [B, T] bool, the given mask less unusable tokens."""
+    """losses: [B, T], 0 outside `mask`. mask: [B, T] bool, the given mask less unusable tokens.
+    log_ratios: [B, T] detached, log of trainer over generator, 0 where unusable."""
 
     losses: Tensor
     mask: Tensor
+    log_ratios: Tensor
     stats: Stats
 
 
-def evaluate(algorithm: Algorithm, inputs: TokenInputs, settings: AlgorithmSettings) -> Objective:
-    """loss_t = weight_t * policy_loss_t + kl_coef * k3_t.
-
-    k3 is the estimate of KL(policy || reference) of arXiv 2402.03300, without the importance weight.
-    """
+def evaluate(algorithm: Algorithm, inputs: TokenInputs) -> Objective:
+    """loss_t = weight_t * policy_loss_t + kl_coef * k_t, the latter where the KL term is in the loss."""
     trainer = _finite(inputs.trainer_logprobs)
     current = trainer.detach()
-    correction = algorithm.correction(inputs.trainer_logprobs.detach(), inputs.generator_logprobs, settings)
-    mask = inputs.mask & correction.is_usable
-    generator = torch.where(correction.is_usable, inputs.generator_logprobs, current)
+    is_usable = usable_ratios(inputs.trainer_logprobs, inputs.generator_logprobs)
+    generator = torch.where(is_usable, inputs.generator_logprobs, current)
+    mask = inputs.mask & is_usable
+    if inputs.ref_logprobs is not None:
+        mask = mask & torch.isfinite(inputs.ref_logprobs)
+    anchor = algorithm.anchor(current, generator, inputs.ages)
+    correction = algorithm.correction(
+        CorrectionInputs(
+            log_ratios=torch.where(mask, anchor - generator, 0.0),
+            advantages=inputs.advantages,
+            mask=mask,
+            limit=inputs.limit,
+        ),
+        algorithm.settings,
+    )
     policy = algorithm.loss(
         LossInputs(
             trainer_logprobs=trainer,
-            old_logprobs=_finite(correction.old_logprobs),
+            old_logprobs=algorithm.proximal(current, generator, inputs.ages),
             advantages=inputs.advantages,
             mask=mask,
         ),
-        settings,
+        algorithm.settings,
     )
     losses = correction.weights * policy.losses
-    stats = (
-        dict(correction.stats)
-        | dict(policy.stats)
-        | {
-            "importance_ratio": (current - generator).exp(),
-            "mismatch_kl": k3(current - generator),
-        }
-    )
+    log_ratios = current - generator
+    stats = {
+        **correction.stats,
+        **policy.stats,
+        "importance_ratio": log_ratios.exp(),
+        "mismatch_kl": k3(log_ratios),
+    }
     if inputs.ref_logprobs is not None:
-        divergence = k3(_finite(inputs.ref_logprobs) - trainer)
-        mask = mask & torch.isfinite(inputs.ref_logprobs)
-        losses = losses + settings.kl_coef * divergence
+        divergence = algorithm.divergence(_finite(inputs.ref_logprobs) - trainer)
         stats["kl"] = divergence.detach()
-    return Objective(losses=torch.where(mask, losses, 0.0), mask=mask, stats=stats)
+        if algorithm.settings.kl_in == "loss":
+            losses = losses + algorithm.settings.kl_coef * _weighed(divergence, trainer - generator, algorithm.settings)
+    return Objective(losses=torch.where(mask, losses, 0.0), mask=mask, log_ratios=log_ratios, stats=stats)
+
+
+def _weighed(divergence: Tensor, log_ratios: Tensor, settings: AlgorithmSettings) -> Tensor:
+    """rho k with the gradient through rho as well, where asked for: over tokens of the generator its
+    mean is that of k over tokens of the policy, and so is its gradient. Source: the unbiased KL
+    estimate of DeepSeek-V3.2, arXiv 2512.02556."""
+    return bounded_exp(log_ratios) * divergence if settings.kl_importance else divergence
 
 
 def _finite(logprobs: Tensor) -> Tensor:

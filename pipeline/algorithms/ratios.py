@@ -1,4 +1,4 @@
-"""Log-ratios that are safe to exponentiate, and the divergence estimator made of them.
+"""Log-ratios that are safe to exponentiate, and sums of them over completions.
 
 In: logprobs, which may hold anything. Out: finite numbers, and where they can be trusted.
 """
@@ -21,11 +21,16 @@ def usable_ratios(trainer_logprobs: Tensor, generator_logprobs: Tensor) -> Tenso
     return torch.isfinite(log_ratio) & (log_ratio.abs() <= MAX_LOG_RATIO)
 
 
-def k3(log_ratio: Tensor) -> Tensor:
-    """exp(x) - x - 1 with x = log(other / sampled), at tokens drawn from `sampled`.
+def bounded_exp(log_ratios: Tensor) -> Tensor:
+    """exp(x) with x clamped to 20 nats on both sides."""
+    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
-    Unbiased for KL(sampled || other), never negative, and of lower variance than -x.
-    Source: J. Schulman, "Approximating KL divergence" (2020); as a loss term in GRPO, arXiv 2402.03300.
-    """
-    bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.expm1(bounded) - bounded
+
+def sequence_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """Sum of each row's values [B, T] within the mask, [B, 1]. A row is a completion."""
+    return torch.where(mask, values, 0.0).sum(dim=1, keepdim=True)
+
+
+def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of each row's values [B, T] within the mask, [B, 1]; 0 where the mask is empty."""
+    return sequence_sum(values, mask) / mask.sum(dim=1, keepdim=True).clamp(min=1)

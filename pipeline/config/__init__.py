@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
+from pipeline.config.algorithm import AlgorithmSettings
 from pipeline.config.base import Section
 from pipeline.config.generation import (
     DataSettings,
@@ -24,7 +25,7 @@ from pipeline.config.generation import (
     ScoringSettings,
     ScriptedSettings,
 )
-from pipeline.config.learning import AlgorithmSettings, EvaluationSettings, StalenessSettings, TrainerSettings
+from pipeline.config.learning import EvaluationSettings, StalenessSettings, TrainerSettings
 from pipeline.config.run import (
     EMBEDDED,
     CheckpointSettings,

@@ -25,34 +25,6 @@ class StalenessSettings(Section):
     requeue: bool = Field(False, description="The prompt of a dropped group is fed again as a new group.")
 
 
-class AlgorithmSettings(Section):
-    """What the trainer optimises. Empty names take the preset's choice."""
-
-    preset: str = Field("grpo", description="Names an advantage, a loss, a correction and an aggregation: grpo.")
-    advantage: str = Field("", description="How rewards become advantages: group_mean_std, group_mean.")
-    loss: str = Field("", description="The policy loss: ppo_clip.")
-    correction: str = Field("", description="How generator and trainer are reconciled: tis, none.")
-    aggregation: str = Field(
-        "", description="How token losses become one number: token_mean, sequence_mean, sequence_sum."
-    )
-    clip_low: Fraction = Field(
-        0.2,
-        description="The ratio is clipped below 1 - clip_low. Acts with correction none only: with tis, the preset's, "
-        "it is 1 at the one update that each batch gets.",
-    )
-    clip_high: NonNegative = Field(
-        0.28, description="The ratio is clipped above 1 + clip_high. Acts as clip_low does, with correction none only."
-    )
-    truncation: Positive = Field(2.0, description="Cap of the importance weight in truncated importance sampling.")
-    kl_coef: NonNegative = Field(
-        0.0, description="Weight of the KL divergence to the initial policy; 0 loads no reference."
-    )
-    drop_zero_variance: bool = Field(False, description="Groups whose rewards are all equal are dropped and replaced.")
-    max_refill: Count = Field(
-        10, description="Give up when this many batches' worth of groups was filtered for one step."
-    )
-
-
 class TrainerSettings(Section):
     """The optimiser's loop."""
 

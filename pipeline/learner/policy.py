@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pipeline.algorithms import Objective, RewardBatch, TokenInputs, evaluate, resolve_algorithm
+from pipeline.algorithms import Objective, TokenInputs, evaluate, resolve_algorithm
 from pipeline.batching import MicroBatch, Sample, make_samples, pad, split
 from pipeline.config import AlgorithmSettings, Config, ModelSettings, StalenessSettings, TrainerSettings
 from pipeline.learner.optimizer import Optimizer
+from pipeline.learner.plan import Plan, make_plan, reward_weights
 from pipeline.learner.report import describe_groups, in_feeding_order
-from pipeline.learner.tally import TokenTally
+from pipeline.learner.survey import survey
+from pipeline.learner.tally import TokenTally, describe_tokens
 from pipeline.messages import ScoredGroup
 from pipeline.models.loading import load_model, load_tokenizer, quiet, resolve_device, resolve_dtype
 from pipeline.models.routing import RoutingReplay
@@ -45,15 +47,17 @@ class PolicyLearner:
         staleness: StalenessSettings,
         model: ModelSettings | None = None,
         wire_dtype: torch.dtype | None = None,
+        reward_weights: Mapping[str, float] | None = None,
     ) -> None:
         """model: where the tokenizer is that `save_model` adds. wire_dtype: precision of exported and
-        saved weights; None keeps that of the master weights.
+        saved weights; None keeps that of the master weights. reward_weights: of reward functions by name.
 
         Raises ConfigError for an unknown algorithm or an impossible schedule.
         """
         self.policy = policy
         self._algorithm = resolve_algorithm(algorithm)
-        self._settings = algorithm
+        self._settings = self._algorithm.settings
+        self._reward_weights = dict(reward_weights or {})
         self._staleness = staleness
         self._micro_batch_tokens = trainer.micro_batch_tokens
         self._optimizer = Optimizer(policy.model, trainer)
@@ -92,6 +96,7 @@ class PolicyLearner:
             staleness=config.staleness,
             model=config.model,
             wire_dtype=torch.bfloat16 if is_narrow or config.generation.dtype == "bfloat16" else None,
+            reward_weights=reward_weights(config.scoring.rewards),
         )
 
     def step(self, groups: Sequence[ScoredGroup], *, trainer_version: int) -> dict[str, float]:
@@ -117,24 +122,27 @@ class PolicyLearner:
         assessments = [assess(group, trainer_version, self._staleness) for group in ordered]
         samples = make_samples(ordered, assessments)
         num_unreplayed, num_unrouted = self._count_missing(samples)
-        num_tokens = torch.tensor([sample.num_tokens for sample in samples], dtype=torch.int64)  # [N]
-        advantages = self._algorithm.advantage(_rewards(samples, num_tokens), self._settings)  # [N]
-        factors = self._algorithm.aggregation(num_tokens, self._settings)  # [N]
+        plan = self._plan(samples)
         tally = TokenTally(self.policy.device)
         loss = torch.zeros((), dtype=torch.float64, device=self.policy.device)
         for rows in split(samples, self._micro_batch_tokens):
-            batch = pad([samples[row] for row in rows], advantages[rows], factors[rows])
-            loss += self._backward(batch.to(self.policy.device), tally)
-        num_unusable = int(num_tokens.sum()) - tally.num_tokens
-        return loss, describe_groups(ordered, assessments) | _describe_tokens(tally) | {
+            batch = pad([samples[row] for row in rows], [plan.advantages[row] for row in rows], plan.factors[rows])
+            loss += self._backward(batch.to(self.policy.device), plan.limit, tally)
+        num_unusable = sum(sample.num_tokens for sample in samples) - tally.num_tokens
+        return loss, describe_groups(ordered, assessments) | plan.describe() | describe_tokens(tally) | {
             "loss": float(loss),
-            "advantage_mean": float(advantages.mean()) if len(samples) else 0.0,
-            "advantage_abs_mean": float(advantages.abs().mean()) if len(samples) else 0.0,
             "trained_tokens": float(tally.num_tokens),
             "nonfinite_tokens": float(sum(sample.num_nonfinite for sample in samples) + num_unusable),
             "unreplayed_tokens": float(num_unreplayed),
             "unrouted_tokens": float(num_unrouted),
         }
+
+    def _plan(self, samples: Sequence[Sample]) -> Plan:
+        """What is decided over the whole step before its first micro-batch."""
+        seen = None
+        if self._settings.needs_survey:
+            seen = survey(self.policy, samples, self._micro_batch_tokens, with_reference=self._settings.kl_coef > 0)
+        return make_plan(self._algorithm, samples, seen, weights=self._reward_weights)
 
     def leave_device(self) -> None:
         """Move model, reference and moments to host memory; the next step takes the device again."""
@@ -177,7 +185,7 @@ class PolicyLearner:
             if self._model_settings is not None:
                 load_tokenizer(self._model_settings).save_pretrained(directory)
 
-    def _backward(self, batch: MicroBatch, tally: TokenTally) -> Tensor:
+    def _backward(self, batch: MicroBatch, limit: Tensor | None, tally: TokenTally) -> Tensor:
         """Add the gradient of one micro-batch; returns its part of the loss, detached."""
         output = self.policy.evaluate(batch)
         dtype = output.logprobs.dtype
@@ -188,9 +196,10 @@ class PolicyLearner:
                 generator_logprobs=batch.generator_logprobs.to(dtype),
                 advantages=batch.advantages.to(dtype),
                 mask=batch.mask,
+                ages=batch.ages,
                 ref_logprobs=self.policy.reference_logprobs(batch) if self._settings.kl_coef > 0 else None,
+                limit=limit.to(batch.ages.device) if limit is not None else None,
             ),
-            self._settings,
         )
         loss = (objective.losses * batch.factors.to(dtype)).sum()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -251,22 +260,3 @@ def frozen_copy(model: CausalModel) -> PreTrainedModel:
     frozen = copy.deepcopy(model).requires_grad_(False).eval()
     assert isinstance(frozen, PreTrainedModel)
     return frozen
-
-
-def _rewards(samples: Sequence[Sample], num_tokens: Tensor) -> RewardBatch:
-    return RewardBatch(
-        rewards=torch.tensor([sample.reward or 0.0 for sample in samples], dtype=torch.float64),
-        is_scored=torch.tensor([sample.reward is not None for sample in samples], dtype=torch.bool),
-        group_index=torch.tensor([sample.group_index for sample in samples], dtype=torch.int64),
-        num_tokens=num_tokens,
-    )
-
-
-def _describe_tokens(tally: TokenTally) -> dict[str, float]:
-    """Means over the trained tokens; a term that the algorithm does not have is 0."""
-    means = {"clip_fraction": 0.0, "truncated_fraction": 0.0, "kl": 0.0, "entropy": 0.0, "mismatch_kl": 0.0}
-    means |= tally.means()
-    return means | {
-        "importance_ratio_mean": means.pop("importance_ratio", 0.0),
-        "importance_ratio_max": tally.maxima().get("importance_ratio", 0.0),
-    }

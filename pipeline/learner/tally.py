@@ -44,3 +44,13 @@ class TokenTally:
     def num_tokens(self) -> int:
         """Tokens that took part."""
         return int(self._num_tokens)
+
+
+def describe_tokens(tally: TokenTally) -> dict[str, float]:
+    """Means over the trained tokens; a term that the algorithm does not have is 0."""
+    absent = ("clip_fraction", "truncated_fraction", "masked_fraction", "kl", "entropy", "mismatch_kl")
+    means = dict.fromkeys(absent, 0.0) | tally.means()
+    return means | {
+        "importance_ratio_mean": means.pop("importance_ratio", 0.0),
+        "importance_ratio_max": tally.maxima().get("importance_ratio", 0.0),
+    }

@@ -40,6 +40,7 @@ _REWARDS = (
     _field("zero_variance_groups", "groups", "whose rewards are all equal: no gradient", "less than half"),
     _field("advantage_mean", "", "mean advantage", "near 0"),
     _field("advantage_abs_mean", "", "mean size of the advantages", "up to 1 with group_mean_std"),
+    _field("overlong_completions", "completions", "that lost reward for their length", "few; 0 without overlong"),
 )
 _SIZES = (
     _field("groups", "groups", "in the step", "trainer.groups_per_step"),
@@ -70,8 +71,9 @@ _MISMATCH = (
     _field("importance_ratio_mean", "", "trainer's over generator's probability", "0.9 to 1.1"),
     _field("importance_ratio_max", "", "largest of the step", "below 10, or look at mismatch_kl"),
     _field("mismatch_kl", "nats", "divergence of trainer from generator", "below 0.01; above 0.1 find out why"),
-    _field("clip_fraction", "0 to 1", "tokens at the clip; 0 with tis and one update per batch", "below 0.2"),
+    _field("clip_fraction", "0 to 1", "tokens at the clip; 0 where proximal is recomputed", "below 0.2"),
     _field("truncated_fraction", "0 to 1", "tokens whose weight was cut to truncation", "below 0.05"),
+    _field("masked_fraction", "0 to 1", "tokens that the correction masked: mis, icepop, m2po and so on", "below 0.05"),
     _field("nonfinite_tokens", "tokens", "masked because a number was impossible", "0"),
     _field("unreplayed_tokens", "tokens", "cut by top-p or top-k without a mask to replay", "0"),
     _field("unrouted_tokens", "tokens", "trained without a record of the experts to replay", "0"),

@@ -1,4 +1,4 @@
-"""The four tables against formulas written here from the papers, in float64."""
+"""How the parts of an algorithm come together: objective, KL term, aggregation, names."""
 
 from __future__ import annotations
 
@@ -16,115 +16,61 @@ from pipeline.algorithms import (
     CORRECTIONS,
     LOSSES,
     PRESETS,
-    RewardBatch,
+    PROXIMALS,
+    Algorithm,
+    BatchShape,
+    Objective,
     TokenInputs,
     evaluate,
     resolve_algorithm,
 )
-from pipeline.algorithms.carriers import LossInputs
-from pipeline.algorithms.ratios import k3
+from pipeline.algorithms.divergences import DIVERGENCES
 from pipeline.config import AlgorithmSettings
+from pipeline.config.algorithm import WEIGHTING
 from pipeline.errors import ConfigError
 
 DEFAULTS = AlgorithmSettings()
 
 
-def reward_batch(groups: list[list[float | None]]) -> RewardBatch:
-    flat = [reward for group in groups for reward in group]
-    return RewardBatch(
-        rewards=torch.tensor([reward or 0.0 for reward in flat], dtype=torch.float64),
-        is_scored=torch.tensor([reward is not None for reward in flat], dtype=torch.bool),
-        group_index=torch.tensor([index for index, group in enumerate(groups) for _ in group], dtype=torch.int64),
-        num_tokens=torch.ones(len(flat), dtype=torch.int64),
-    )
+def algorithm(**changes: object) -> Algorithm:
+    return resolve_algorithm(AlgorithmSettings.model_validate(changes))
 
 
-def advantages(name: str, groups: list[list[float | None]]) -> npt.NDArray[np.float64]:
-    result: npt.NDArray[np.float64] = ADVANTAGES[name](reward_batch(groups), DEFAULTS).numpy()
-    return result
-
-
-def test_grpo_advantage_is_the_standard_score_inside_the_group() -> None:
-    first, second = [0.0, 1.0, 1.0, 5.0], [2.0, 3.0]
-
-    expected = np.concatenate([(np.array(g) - np.mean(g)) / (np.std(g) + 1e-6) for g in (first, second)])
-
-    np.testing.assert_allclose(advantages("group_mean_std", [list(first), list(second)]), expected, rtol=1e-12)
-
-
-def test_missing_reward_stays_out_of_the_baseline_and_gets_advantage_zero() -> None:
-    np.testing.assert_allclose(advantages("group_mean", [[1.0, None, 4.0]]), [-1.5, 0.0, 1.5])
-    np.testing.assert_allclose(advantages("group_mean_std", [[1.0, None, 4.0]]), [-1.5 / 1.500001, 0.0, 1.5 / 1.500001])
-
-
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
-@pytest.mark.parametrize("group", [[0.7], [0.1, 0.1, 0.1], [None, 3.0], [None, None]])
-def test_group_without_a_difference_has_advantage_exactly_zero(name: str, group: list[float | None]) -> None:
-    assert not advantages(name, [group, [0.0, 1.0]])[: len(group)].any()
-
-
-def test_no_groups_have_no_advantages() -> None:
-    assert advantages("group_mean_std", []).shape == (0,)
-
-
-def test_ppo_clip_takes_the_lower_of_the_two_surrogates() -> None:
-    ratios, signs = np.array([0.5, 0.9, 1.2, 1.5, 0.5, 0.9, 1.2, 1.5]), np.repeat([2.0, -2.0], 4)
-    old = np.full(8, -1.3)
-    trainer = torch.tensor(old + np.log(ratios), requires_grad=True)
-    settings = AlgorithmSettings(clip_low=0.2, clip_high=0.28)
-
-    result = LOSSES["ppo_clip"](
-        LossInputs(
+def objective_of(
+    algorithm: Algorithm,
+    trainer: torch.Tensor,
+    generator: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    reference: torch.Tensor | None = None,
+    ages: torch.Tensor | None = None,
+) -> Objective:
+    """Of one micro-batch of which every token is trained on."""
+    return evaluate(
+        algorithm,
+        TokenInputs(
             trainer_logprobs=trainer,
-            old_logprobs=torch.tensor(old),
-            advantages=torch.tensor(signs),
-            mask=torch.ones(8, dtype=torch.bool),
+            generator_logprobs=generator,
+            advantages=advantages,
+            mask=torch.ones_like(generator, dtype=torch.bool),
+            ages=torch.zeros_like(generator, dtype=torch.int64) if ages is None else ages,
+            ref_logprobs=reference,
+            limit=torch.tensor(torch.inf),
         ),
-        settings,
     )
-    result.losses.sum().backward()
-
-    expected = [-1.0, -1.8, -2.4, -2.56, 1.6, 1.8, 2.4, 3.0]
-    np.testing.assert_allclose(result.losses.detach().numpy(), expected, rtol=1e-12)
-    is_free = [1, 1, 1, 0, 0, 1, 1, 1]
-    np.testing.assert_allclose(trainer.grad.numpy(), -ratios * signs * is_free, rtol=1e-12)
-    np.testing.assert_array_equal(result.stats["clip_fraction"].numpy(), 1 - np.array(is_free))
-
-
-def test_truncated_importance_sampling_weighs_each_token_up_to_the_cap() -> None:
-    trainer = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64)
-    generator = torch.tensor([-1.0, -0.5, -4.0], dtype=torch.float64)
-
-    correction = CORRECTIONS["tis"](trainer, generator, AlgorithmSettings(truncation=2.0))
-
-    np.testing.assert_allclose(correction.weights.numpy(), [1.0, math.exp(-0.5), 2.0], rtol=1e-12)
-    np.testing.assert_array_equal(correction.old_logprobs.numpy(), trainer.numpy())
-    np.testing.assert_array_equal(correction.stats["truncated_fraction"].numpy(), [0, 0, 1])
-
-
-def test_without_correction_the_generator_is_the_old_policy() -> None:
-    trainer, generator = torch.tensor([-1.0, -2.0]), torch.tensor([-0.5, -3.0])
-
-    correction = CORRECTIONS["none"](trainer, generator, DEFAULTS)
-
-    np.testing.assert_array_equal(correction.old_logprobs.numpy(), generator.numpy())
-    np.testing.assert_array_equal(correction.weights.numpy(), [1.0, 1.0])
 
 
 @pytest.mark.parametrize("name", sorted(CORRECTIONS))
 @pytest.mark.parametrize("generator", [-91.0, 89.0, -math.inf, math.inf, math.nan])
 def test_ratio_that_cannot_be_is_masked_and_leaves_loss_and_gradient_finite(name: str, generator: float) -> None:
+    """L3."""
     trainer = torch.tensor([[-1.0, -1.0]], dtype=torch.float64, requires_grad=True)
 
-    result = evaluate(
-        resolve_algorithm(AlgorithmSettings(correction=name)),
-        TokenInputs(
-            trainer_logprobs=trainer,
-            generator_logprobs=torch.tensor([[-1.1, generator]], dtype=torch.float64),
-            advantages=torch.tensor([[-3.0, -3.0]], dtype=torch.float64),
-            mask=torch.ones(1, 2, dtype=torch.bool),
-        ),
-        AlgorithmSettings(correction=name),
+    result = objective_of(
+        algorithm(correction=name, geometric_band=2.0),
+        trainer,
+        torch.tensor([[-1.1, generator]], dtype=torch.float64),
+        torch.tensor([[-3.0, -3.0]], dtype=torch.float64),
     )
     result.losses.sum().backward()
 
@@ -134,22 +80,19 @@ def test_ratio_that_cannot_be_is_masked_and_leaves_loss_and_gradient_finite(name
     assert all(torch.isfinite(value).all() for value in result.stats.values())
 
 
+@pytest.mark.parametrize("loss", sorted(LOSSES))
 @pytest.mark.parametrize("which", ["trainer", "reference"])
 @pytest.mark.parametrize("value", [-math.inf, math.nan])
-def test_trainer_or_reference_logprob_that_is_not_finite_is_masked(which: str, value: float) -> None:
+def test_trainer_or_reference_logprob_that_is_not_finite_is_masked(loss: str, which: str, value: float) -> None:
     trainer = torch.tensor([[-1.0, value if which == "trainer" else -1.0]], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([[-1.2, value if which == "reference" else -1.0]], dtype=torch.float64)
 
-    result = evaluate(
-        resolve_algorithm(DEFAULTS),
-        TokenInputs(
-            trainer_logprobs=trainer,
-            generator_logprobs=torch.full((1, 2), -1.0, dtype=torch.float64),
-            advantages=torch.ones(1, 2, dtype=torch.float64),
-            mask=torch.ones(1, 2, dtype=torch.bool),
-            ref_logprobs=reference,
-        ),
-        AlgorithmSettings(kl_coef=0.5),
+    result = objective_of(
+        algorithm(kl_coef=0.5, loss=loss, correction="none"),
+        trainer,
+        torch.full((1, 2), -1.0, dtype=torch.float64),
+        torch.ones(1, 2, dtype=torch.float64),
+        reference=reference,
     )
     result.losses.sum().backward()
 
@@ -159,34 +102,115 @@ def test_trainer_or_reference_logprob_that_is_not_finite_is_masked(which: str, v
     assert torch.isfinite(trainer.grad).all()
 
 
-def test_k3_estimates_the_divergence_without_bias() -> None:
-    sampled, other = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
-    divergence = float(np.sum(sampled * np.log(sampled / other)))
+def test_ratio_of_the_loss_and_weight_of_the_correction_share_what_lies_between_the_policies() -> None:
+    """Decoupled PPO: w = min(prox / mu, cap) and the clip is around pi / prox, each token by its age."""
+    pi, mu, ages = np.array([-1.0, -1.0, -1.0, -1.0]), np.array([-1.1, -1.9, -1.9, -0.6]), np.array([0, 1, 3, 2])
+    trainer = torch.tensor(pi[None], requires_grad=True)
 
-    estimates = k3(torch.tensor(np.log(other / sampled))).numpy()
-
-    assert (estimates >= 0).all()
-    assert float(np.sum(sampled * estimates)) == pytest.approx(divergence, rel=1e-12)
-
-
-def test_reference_term_has_the_gradient_of_k3() -> None:
-    trainer = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
-
-    result = evaluate(
-        resolve_algorithm(DEFAULTS),
-        TokenInputs(
-            trainer_logprobs=trainer,
-            generator_logprobs=torch.tensor([[-1.0]], dtype=torch.float64),
-            advantages=torch.zeros(1, 1, dtype=torch.float64),
-            mask=torch.ones(1, 1, dtype=torch.bool),
-            ref_logprobs=torch.tensor([[-1.7]], dtype=torch.float64),
-        ),
-        AlgorithmSettings(kl_coef=0.5),
+    result = objective_of(
+        algorithm(preset="decoupled_ppo", truncation=1.5),
+        trainer,
+        torch.tensor(mu[None]),
+        torch.full((1, 4), 2.0).double(),
+        ages=torch.tensor(ages[None]),
     )
     result.losses.sum().backward()
 
-    assert result.losses.item() == pytest.approx(0.5 * (math.exp(-0.7) + 0.7 - 1))
-    assert float(trainer.grad) == pytest.approx(0.5 * (1 - math.exp(-0.7)))
+    prox = np.where(ages > 0, mu + (1 - 1 / np.maximum(ages, 1)) * (pi - mu), pi)
+    weight, ratio = np.minimum(np.exp(prox - mu), 1.5), np.exp(pi - prox)
+    np.testing.assert_allclose(result.losses[0].detach(), -weight * np.minimum(ratio, 1.28) * 2, rtol=1e-12)
+    np.testing.assert_allclose(trainer.grad[0], -weight * ratio * 2 * (ratio <= 1.28), rtol=1e-12)
+    assert result.stats["clip_fraction"].tolist() == [[0, 1, 1, 0]]
+    assert result.stats["truncated_fraction"].tolist() == [[0, 0, 1, 0]]
+
+
+SAMPLED, OTHER = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
+
+
+@pytest.mark.parametrize(("name", "is_exact"), [("k1", True), ("k2", False), ("k3", True)])
+def test_estimate_of_the_divergence(name: str, is_exact: bool) -> None:
+    divergence = float(np.sum(SAMPLED * np.log(SAMPLED / OTHER)))
+
+    estimates = DIVERGENCES[name](torch.tensor(np.log(OTHER / SAMPLED))).numpy()
+
+    assert (float(np.sum(SAMPLED * estimates)) == pytest.approx(divergence, rel=1e-12)) == is_exact
+    assert (estimates >= 0).all() == (name != "k1")
+
+
+@pytest.mark.parametrize(
+    ("estimator", "slope"),
+    [("k1", 1.0), ("k2", 0.7), ("k3", 1 - math.exp(-0.7))],
+)
+def test_reference_term_has_the_gradient_of_its_estimator(estimator: str, slope: float) -> None:
+    trainer = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
+    values = {"k1": 0.7, "k2": 0.245, "k3": math.exp(-0.7) + 0.7 - 1}
+
+    result = objective_of(
+        algorithm(kl_coef=0.5, kl_estimator=estimator),
+        trainer,
+        torch.tensor([[-1.0]], dtype=torch.float64),
+        torch.zeros(1, 1, dtype=torch.float64),
+        reference=torch.tensor([[-1.7]], dtype=torch.float64),
+    )
+    result.losses.sum().backward()
+
+    assert result.losses.item() == pytest.approx(0.5 * values[estimator])
+    assert result.stats["kl"].item() == pytest.approx(values[estimator])
+    assert float(trainer.grad) == pytest.approx(0.5 * slope)
+
+
+def mean_kl_gradient(probabilities: npt.NDArray[np.float64], **changes: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """Expected gradient of the KL term over tokens drawn from `probabilities`, and the divergence's own."""
+    logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor(OTHER)
+    exact = torch.autograd.grad((logits.softmax(0) * (logits.log_softmax(0) - reference.log())).sum(), logits)[0]
+    drawn_from = logits.softmax(0).detach() if probabilities is SAMPLED else torch.tensor(probabilities)
+    result = objective_of(
+        algorithm(kl_coef=1.0, **changes),
+        logits.log_softmax(0)[:, None],
+        drawn_from.log()[:, None],
+        torch.zeros(3, 1, dtype=torch.float64),
+        reference=reference.log()[:, None],
+    )
+    return torch.autograd.grad((drawn_from * result.losses[:, 0]).sum(), logits)[0], exact
+
+
+@pytest.mark.parametrize(
+    ("estimator", "importance", "is_exact"),
+    [
+        ("k1", False, False),
+        ("k2", False, True),
+        ("k3", False, False),
+        ("k1", True, True),
+        ("k3", True, True),
+    ],
+)
+def test_gradient_of_the_divergence_at_equal_policies(estimator: str, importance: bool, is_exact: bool) -> None:
+    gradient, exact = mean_kl_gradient(SAMPLED, kl_estimator=estimator, kl_importance=importance)
+    assert torch.allclose(gradient, exact, rtol=1e-9) == is_exact
+    if estimator == "k1" and not importance:
+        torch.testing.assert_close(gradient, torch.zeros(3).double(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_weighed_by_importance_the_gradient_of_the_divergence_is_exact_on_old_tokens(estimator: str) -> None:
+    old = np.array([0.2, 0.5, 0.3])
+    weighed, exact = mean_kl_gradient(old, kl_estimator=estimator, kl_importance=True)
+    plain, _ = mean_kl_gradient(old, kl_estimator=estimator)
+    torch.testing.assert_close(weighed, exact, rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(plain, exact, rtol=0.05)
+
+
+def test_reference_term_in_the_reward_is_reported_and_not_in_the_loss() -> None:
+    result = objective_of(
+        algorithm(kl_coef=0.5, kl_in="reward"),
+        torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True),
+        torch.tensor([[-1.0]], dtype=torch.float64),
+        torch.zeros(1, 1, dtype=torch.float64),
+        reference=torch.tensor([[-1.7]], dtype=torch.float64),
+    )
+    assert result.losses.item() == 0
+    assert result.stats["kl"].item() > 0
 
 
 @pytest.mark.parametrize(
@@ -195,83 +219,134 @@ def test_reference_term_has_the_gradient_of_k3() -> None:
         ("token_mean", [1 / 6, 1 / 6, 0.0]),
         ("sequence_mean", [1 / 4, 1 / 8, 0.0]),
         ("sequence_sum", [1 / 2, 1 / 2, 0.0]),
+        ("constant", [1 / 20, 1 / 20, 0.0]),
     ],
 )
 def test_aggregation_weighs_tokens_as_its_formula_says(name: str, expected: list[float]) -> None:
-    factors = AGGREGATIONS[name](torch.tensor([2, 4, 0]), DEFAULTS)
+    factors = AGGREGATIONS[name](BatchShape(num_tokens=torch.tensor([2, 4, 0]), max_tokens=10), DEFAULTS)
 
     np.testing.assert_allclose(factors.numpy(), expected, rtol=1e-12)
 
 
+def test_length_of_the_constant_aggregation_can_be_given() -> None:
+    shape = BatchShape(num_tokens=torch.tensor([2, 4, 0]), max_tokens=10)
+    factors = AGGREGATIONS["constant"](shape, AlgorithmSettings(aggregation_length=50))
+    np.testing.assert_allclose(factors.numpy(), [1 / 100, 1 / 100, 0.0], rtol=1e-12)
+
+
 @pytest.mark.parametrize("name", sorted(AGGREGATIONS))
 def test_aggregation_of_nothing_is_zero(name: str) -> None:
-    assert not AGGREGATIONS[name](torch.tensor([0, 0]), DEFAULTS).any()
+    assert not AGGREGATIONS[name](BatchShape(num_tokens=torch.tensor([0, 0]), max_tokens=0), DEFAULTS).any()
 
 
-def test_off_policy_gradient_is_unbiased_where_no_weight_is_truncated() -> None:
-    """A bandit with three arms: samples from q, corrected, give the gradient of E_p[A]."""
-    logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
-    arm_advantages = torch.tensor([1.0, -0.5, 0.25], dtype=torch.float64)
-    generator = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
-    exact = torch.autograd.grad(-(logits.softmax(0) * arm_advantages).sum(), logits)[0]
-    arms = torch.multinomial(generator, 200_000, replacement=True, generator=torch.Generator().manual_seed(0))
-
-    result = evaluate(
-        resolve_algorithm(DEFAULTS),
-        TokenInputs(
-            trainer_logprobs=logits.log_softmax(0)[arms][:, None],
-            generator_logprobs=generator.log()[arms][:, None],
-            advantages=arm_advantages[arms][:, None],
-            mask=torch.ones(len(arms), 1, dtype=torch.bool),
-        ),
-        DEFAULTS,
-    )
-    estimate = torch.autograd.grad(result.losses.mean(), logits)[0]
-
-    assert float(result.stats["truncated_fraction"].sum()) == 0
-    np.testing.assert_allclose(estimate.numpy(), exact.numpy(), atol=4e-3)
-    uncorrected = torch.autograd.grad(-(logits.log_softmax(0)[arms] * arm_advantages[arms]).mean(), logits)[0]
-    assert float((uncorrected - exact).abs().max()) > 0.03
+UNBIASED = [
+    {"correction": "tis", "truncation": 10.0},
+    {"correction": "importance"},
+    {"loss": "cispo", "correction": "none"},
+]
 
 
-def test_off_policy_gradient_is_exact_in_expectation() -> None:
-    """The same without sampling noise: every arm once, weighed by the generator's probability."""
+@pytest.mark.parametrize("changes", UNBIASED, ids=["tis", "importance", "cispo"])
+def test_off_policy_gradient_is_exact_in_expectation_where_no_weight_is_cut(changes: dict[str, object]) -> None:
+    """A bandit with three arms, every arm once, weighed by the generator's probability: the gradient of E_pi[A]."""
     logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
     arm_advantages = torch.tensor([1.0, -0.5, 0.25], dtype=torch.float64)
     generator = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
     exact = torch.autograd.grad(-(logits.softmax(0) * arm_advantages).sum(), logits)[0]
 
-    result = evaluate(
-        resolve_algorithm(DEFAULTS),
-        TokenInputs(
-            trainer_logprobs=logits.log_softmax(0)[:, None],
-            generator_logprobs=generator.log()[:, None],
-            advantages=arm_advantages[:, None],
-            mask=torch.ones(3, 1, dtype=torch.bool),
-        ),
-        DEFAULTS,
+    result = objective_of(
+        algorithm(**changes), logits.log_softmax(0)[:, None], generator.log()[:, None], arm_advantages[:, None]
     )
     expected = torch.autograd.grad((generator * result.losses[:, 0]).sum(), logits)[0]
 
     np.testing.assert_allclose(expected.numpy(), exact.numpy(), rtol=1e-12)
+    uncorrected = torch.autograd.grad(-(generator * logits.log_softmax(0) * arm_advantages).sum(), logits)[0]
+    assert float((uncorrected - exact).abs().max()) > 0.03
+
+
+def test_weight_of_a_completion_makes_the_gradient_exact_where_tokens_apart_do_not() -> None:
+    """Two tokens, the second after the first: sequence importance sampling is exact, token by token is not."""
+    random = np.random.default_rng(0)
+    logits = torch.tensor(random.normal(0, 1, (4, 3)), requires_grad=True)  # of token 1, then of token 2 after each
+    generator = torch.tensor(random.normal(0, 1, (4, 3))).log_softmax(1)
+    rewards = torch.tensor(random.normal(0, 1, (9, 1)))
+    paths = [(first, second) for first in range(3) for second in range(3)]
+
+    def logprobs(table: torch.Tensor) -> torch.Tensor:
+        return torch.stack([torch.stack([table[0, i], table[1 + i, j]]) for i, j in paths])  # [9, 2]
+
+    policy = logprobs(logits.log_softmax(1))
+    exact = torch.autograd.grad(-(policy.sum(1).exp() * rewards[:, 0]).sum(), logits, retain_graph=True)[0]
+    chances = logprobs(generator).sum(1).exp()
+    gradients = {}
+    for name in ("sequence_tis", "importance"):
+        chosen = algorithm(correction=name, truncation=1e6)
+        result = objective_of(chosen, policy, logprobs(generator), rewards.expand(9, 2))
+        total = (chances[:, None] * result.losses).sum()
+        gradients[name] = torch.autograd.grad(total, logits, retain_graph=True)[0]
+
+    torch.testing.assert_close(gradients["sequence_tis"], exact, rtol=1e-10, atol=1e-12)
+    assert float((gradients["importance"] - exact).abs().max()) > 0.01
 
 
 def test_every_preset_resolves_and_a_setting_replaces_its_choice() -> None:
     for name in PRESETS:
         resolve_algorithm(AlgorithmSettings(preset=name))
 
-    algorithm = resolve_algorithm(AlgorithmSettings(correction="none", aggregation="sequence_mean"))
+    chosen = algorithm(correction="none", aggregation="sequence_mean")
 
-    assert algorithm.correction is CORRECTIONS["none"]
-    assert algorithm.aggregation is AGGREGATIONS["sequence_mean"]
-    assert algorithm.advantage is ADVANTAGES["group_mean_std"]
+    assert chosen.correction is CORRECTIONS["none"]
+    assert chosen.aggregation is AGGREGATIONS["sequence_mean"]
+    assert chosen.advantage is ADVANTAGES["group_mean_std"]
+    assert chosen.proximal is PROXIMALS["generator"]
+    assert algorithm().proximal is PROXIMALS["recomputed"]
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+@pytest.mark.parametrize("correction", sorted(CORRECTIONS))
+def test_any_loss_goes_with_any_correction_and_proximal_policy_or_is_refused(loss: str, correction: str) -> None:
+    trainer = torch.tensor([[-1.0, -2.0], [-0.5, -0.1]], dtype=torch.float64)
+    generator = torch.tensor([[-1.1, -1.9], [-0.6, -0.1]], dtype=torch.float64)
+    refused = "generator" if correction in WEIGHTING else "interpolated"
+    with pytest.raises(ConfigError, match=r"; set algorithm\."):
+        algorithm(loss=loss, correction=correction, proximal=refused)
+    for proximal in set(PROXIMALS) - {refused}:
+        chosen = algorithm(loss=loss, correction=correction, proximal=proximal)
+        leaf = trainer.clone().requires_grad_()
+        ages = torch.tensor([[0, 1], [2, 2]])
+        result = objective_of(chosen, leaf, generator, torch.tensor([[1.0], [-1.0]]).double().expand(2, 2), ages=ages)
+        result.losses.sum().backward()
+        assert torch.isfinite(leaf.grad).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"correction": "tis", "proximal": "generator"}, "counts the same ratio twice"),
+        ({"correction": "none", "proximal": "interpolated"}, "uncorrected"),
+        ({"kl_importance": True, "kl_in": "reward"}, "weighed with its completion already"),
+        ({"band_low": 6.0}, "would mask every token"),
+    ],
+)
+def test_parts_that_cancel_each_other_are_refused_with_the_way_out(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        algorithm(**changes)
+    assert "set " in str(raised.value)
 
 
 def test_unknown_name_is_refused_with_the_nearest_known_one() -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.loss = 'ppo_clp' is not known; did you mean 'ppo_clip'"):
         resolve_algorithm(AlgorithmSettings(loss="ppo_clp"))
-    with pytest.raises(ConfigError, match=r"algorithm\.preset = 'xyz' is not known\. There are: grpo"):
+    with pytest.raises(ConfigError, match=r"algorithm\.preset = 'xyz' is not known\. There are: .*grpo"):
         resolve_algorithm(AlgorithmSettings(preset="xyz"))
+
+
+def test_a_preset_brings_its_way_to_sample_and_a_setting_overrules_it() -> None:
+    assert AlgorithmSettings(preset="dapo").resolved.drop_zero_variance is True
+    assert AlgorithmSettings(preset="dapo", drop_zero_variance=False).resolved.drop_zero_variance is False
+    assert AlgorithmSettings().resolved.drop_zero_variance is False
+    assert AlgorithmSettings(drop_zero_variance=True, overlong=True).resolved.overlong is True
+    assert AlgorithmSettings(preset="rloo").resolved.kl_in == "reward"
 
 
 @pytest.mark.parametrize(
@@ -282,6 +357,7 @@ def test_unknown_name_is_refused_with_the_nearest_known_one() -> None:
         ("loss", LOSSES),
         ("correction", CORRECTIONS),
         ("aggregation", AGGREGATIONS),
+        ("kl_estimator", DIVERGENCES),
     ],
 )
 def test_the_description_of_a_setting_lists_the_names_in_its_table(setting: str, table: dict[str, object]) -> None:

@@ -27,14 +27,14 @@ def test_token_ids_trained_are_the_token_ids_generated() -> None:
     group = make_group([Row(token_ids=[4, 4, 9]), Row(token_ids=[7])], prompt=[1, 5])
     samples = samples_of(decode(encode(group), ScoredGroup))
 
-    batch = pad(samples, torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.25]))
+    batch = pad(samples, [torch.tensor([1.0, 3.0, 5.0]), torch.tensor([2.0])], torch.tensor([0.5, 0.25]))
 
     np.testing.assert_array_equal(batch.input_ids.numpy(), [[1, 5, 4, 4, 9], [1, 5, 7, 0, 0]])
     np.testing.assert_array_equal(batch.attention_mask.numpy(), [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     np.testing.assert_array_equal(batch.targets.numpy(), [4, 4, 9, 7])
     np.testing.assert_array_equal(batch.state_index.numpy(), [1, 2, 3, 6])
     np.testing.assert_array_equal(batch.token_index.numpy(), [0, 1, 2, 3])
-    np.testing.assert_array_equal(batch.advantages.numpy(), [[1, 1, 1], [2, 0, 0]])
+    np.testing.assert_array_equal(batch.advantages.numpy(), [[1, 3, 5], [2, 0, 0]])
     np.testing.assert_array_equal(batch.factors.numpy(), [[0.5, 0.5, 0.5], [0.25, 0, 0]])
 
 

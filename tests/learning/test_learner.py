@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import structlog
@@ -23,8 +20,8 @@ from tests.learning.builders import (
     plain_logprobs,
     random_groups,
     tiny_llama,
-    with_mask_of,
 )
+from tests.learning.nucleus import nucleus_group
 
 
 def paper_loss(
@@ -83,27 +80,6 @@ def test_loss_and_gradient_agree_with_the_paper(correction: str, aggregation: st
     assert (metrics["kl"] > 0) == (kl_coef > 0)
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-def test_loss_and_gradient_do_not_depend_on_split_order_or_padding(aggregation: str) -> None:
-    """L1: alone, in pairs, all at once; in the order of arrival or backwards."""
-    model = tiny_llama()
-    groups = random_groups(model, noise=0.3)
-    results = []
-    for budget, order in [(1, 1), (30, -1), (61, 1), (10**6, -1)]:
-        model.zero_grad()
-        algorithm = AlgorithmSettings(aggregation=aggregation)
-        learner = make_learner(model, algorithm=algorithm, trainer={"micro_batch_tokens": budget})
-        loss, metrics = learner.accumulate(groups[::order], trainer_version=0)
-        results.append((loss.item(), gradients(model), metrics))
-
-    first_loss, first_gradients, first_metrics = results[0]
-    for loss, gradient, metrics in results[1:]:
-        assert loss == pytest.approx(first_loss, rel=1e-12)
-        assert metrics == pytest.approx(first_metrics, rel=1e-9, abs=1e-12)
-        for name, value in gradient.items():
-            torch.testing.assert_close(value, first_gradients[name], rtol=1e-9, atol=1e-13)
-
-
 def test_order_of_arrival_gives_bit_for_bit_the_same_weights() -> None:
     weights = []
     for order in (1, -1):
@@ -113,38 +89,6 @@ def test_order_of_arrival_gives_bit_for_bit_the_same_weights() -> None:
         weights.append(model.state_dict())
 
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-def test_equal_weights_have_ratio_one_at_temperature_0_6() -> None:
-    """L2 and L6."""
-    model = tiny_llama()
-
-    _, metrics = make_learner(model).accumulate(random_groups(model, temperature=0.6), trainer_version=0)
-
-    assert metrics["importance_ratio_mean"] == pytest.approx(1, abs=1e-6)
-    assert metrics["importance_ratio_max"] == pytest.approx(1, abs=1e-5)
-    assert metrics["mismatch_kl"] == pytest.approx(0, abs=1e-10)
-    assert metrics["clip_fraction"] == metrics["truncated_fraction"] == 0
-
-
-def nucleus_group(model: LlamaForCausalLM, *, is_replayed: bool) -> ScoredGroup:
-    """Two completions sampled by top-p 0.8 at temperature 0.6, with the sampler written here."""
-    random = torch.Generator().manual_seed(0)
-    rows = []
-    for reward in (0.0, 1.0):
-        ids, logprobs, kept = [1, 5, 3], [], []
-        for _ in range(6):
-            probabilities = (model(input_ids=torch.tensor([ids])).logits[0, -1] / 0.6).softmax(-1).detach()
-            values, order = probabilities.sort(descending=True)
-            nucleus = order[: int((values.cumsum(0) - values < 0.8).sum())]
-            renormalised = probabilities[nucleus] / probabilities[nucleus].sum()
-            drawn = int(torch.multinomial(renormalised, 1, generator=random))
-            ids.append(int(nucleus[drawn]))
-            logprobs.append(math.log(renormalised[drawn]))
-            kept.append(nucleus.tolist())
-        row = Row(token_ids=ids[3:], reward=reward, generator_logprobs=logprobs)
-        rows.append(with_mask_of(row, kept) if is_replayed else row)
-    return make_group(rows, temperature=0.6, top_p=0.8)
 
 
 def test_equal_weights_have_ratio_one_with_top_p_when_the_mask_is_replayed() -> None:
@@ -170,26 +114,6 @@ def test_top_p_without_its_mask_is_warned_of_once_and_counted() -> None:
     assert [log["event"] for log in logs] == ["sampling_mask_missing"]
     assert metrics["unreplayed_tokens"] == 12
     assert metrics["importance_ratio_mean"] < 0.99
-
-
-@pytest.mark.parametrize("correction", ["tis", "none"])
-@pytest.mark.parametrize("bad", [-92.0, 88.0, -math.inf, math.nan])
-def test_impossible_generator_logprob_is_masked_and_counted(correction: str, bad: float) -> None:
-    """L3: the loss and its gradient are those of the other tokens, over the count before the fault showed."""
-    model = tiny_llama()
-    settings = AlgorithmSettings(correction=correction)
-    clean = [Row(token_ids=[4, 7], reward=1.0), Row(token_ids=[6, 2], reward=0.0)]
-    faulty = [replace(clean[0], generator_logprobs=[-1.0, bad]), clean[1]]
-    learner = make_learner(model, algorithm=settings)
-
-    loss, metrics = learner.accumulate([make_group(faulty)], trainer_version=0)
-    step = learner.step([make_group(faulty)], trainer_version=0)
-
-    assert math.isfinite(loss.item())
-    assert all(torch.isfinite(value).all() for value in gradients(model).values())
-    assert (metrics["nonfinite_tokens"], metrics["trained_tokens"]) == (1, 3)
-    assert step["skipped_steps"] == 0
-    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
 
 
 def test_gradient_that_is_not_finite_never_reaches_the_optimiser() -> None:
@@ -219,23 +143,6 @@ def test_batch_with_nothing_to_train_on_changes_nothing() -> None:
     assert (metrics["skipped_steps"], metrics["trained_tokens"], metrics["loss"]) == (1, 0, 0)
     assert metrics["unscored_groups"] == 1
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_member_without_reward_leaves_the_others_as_if_it_were_not_there() -> None:
-    """L4."""
-    model = tiny_llama()
-    scored = [Row(token_ids=[4, 7], reward=1.0), Row(token_ids=[6, 2, 3], reward=0.0)]
-    unscored = Row(token_ids=[9, 9, 9, 9], reward=None)
-    results = []
-    for rows in (scored, [scored[0], unscored, scored[1]]):
-        model.zero_grad()
-        loss, metrics = make_learner(model).accumulate([make_group(rows)], trainer_version=0)
-        results.append((loss.item(), gradients(model)))
-
-    assert results[0][0] == pytest.approx(results[1][0], rel=1e-12)
-    for name, value in results[0][1].items():
-        torch.testing.assert_close(results[1][1][name], value, rtol=1e-10, atol=1e-13)
-    assert metrics["unscored_completions"] == 1
 
 
 def test_stale_tokens_are_masked_one_by_one_and_the_baseline_keeps_their_completion() -> None:
@@ -273,25 +180,6 @@ def test_token_from_the_future_is_an_error() -> None:
 
     with pytest.raises(MessageError, match="follows another trainer"):
         make_learner(model).step([make_group([Row(token_ids=[4], spans=((2, 0),))])], trainer_version=1)
-
-
-def test_training_raises_the_probability_of_what_is_rewarded() -> None:
-    model = tiny_llama(dtype=torch.float32)
-    learner = make_learner(model)
-    before = plain_logprobs(model, [1, 5, 3], [4, 7]).sum().item()
-    for version in range(10):
-        rows = [
-            Row(
-                token_ids=ids,
-                reward=reward,
-                spans=((version, 0),),
-                generator_logprobs=plain_logprobs(model, [1, 5, 3], ids).tolist(),
-            )
-            for ids, reward in (([4, 7], 1.0), ([6, 2], 0.0))
-        ]
-        learner.step([make_group(rows)], trainer_version=version)
-
-    assert plain_logprobs(model, [1, 5, 3], [4, 7]).sum().item() > before + 0.5
 
 
 def test_exported_weights_are_a_copy_of_the_model_under_the_given_version() -> None:
