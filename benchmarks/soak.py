@@ -23,7 +23,8 @@ import psutil
 from benchmarks.report import report
 from pipeline.config import Config
 from pipeline.keys import Keys
-from pipeline.local.run import Crew, LocalRun
+from pipeline.local.crew import Crew
+from pipeline.local.run import LocalRun
 from pipeline.local.supervisor import Supervisor
 from pipeline.settings.files import load_config
 from pipeline.streams import Streams, connect

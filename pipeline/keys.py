@@ -106,6 +106,11 @@ class Keys:
         return self._key("workers")
 
     @property
+    def crew(self) -> str:
+        """Hash of the `up` that answers `rollstream scale`: holder, wanted:<role>, kept:<role>; expires."""
+        return self._key("crew")
+
+    @property
     def trainer_lock(self) -> str:
         """Held by the one trainer of the run; expires."""
         return self._key("trainer_lock")
@@ -123,7 +128,16 @@ class Keys:
     @property
     def types(self) -> Mapping[str, str]:
         """Key -> what Redis calls the type of what is in it."""
-        hashes = (self.ledger, self.uncommitted, self.partials, self.replies, self.meta, self.control, self.workers)
+        hashes = (
+            self.ledger,
+            self.uncommitted,
+            self.partials,
+            self.replies,
+            self.meta,
+            self.control,
+            self.workers,
+            self.crew,
+        )
         return {
             **dict.fromkeys((*self.streams, self.dead_letters), "stream"),
             **dict.fromkeys(hashes, "hash"),

@@ -19,8 +19,9 @@ from pipeline.embedded import EmbeddedServer
 from pipeline.errors import RunConflictError
 from pipeline.fleet import Fleet, WorkerInfo
 from pipeline.keys import Keys, Stream
+from pipeline.local.crew import Crew
 from pipeline.local.first_contact import make_contact
-from pipeline.local.run import Crew, LocalRun
+from pipeline.local.run import LocalRun
 from pipeline.local.server_address import announce_server, find_server, withdraw_server
 from pipeline.queues.leases import Entry
 from pipeline.settings.files import load_config

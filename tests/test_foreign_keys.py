@@ -12,6 +12,7 @@ from pipeline.config import QueueSettings
 from pipeline.errors import RunConflictError
 from pipeline.fleet import Fleet, WorkerInfo
 from pipeline.keys import Keys, Stream
+from pipeline.scaling import Scaling
 from pipeline.settings.files import load_config
 from pipeline.streams import Streams
 from pipeline.worker.lifecycle import WorkerContext, run_worker
@@ -36,6 +37,7 @@ async def use_all(redis: Redis, keys: Keys) -> None:
     await fleet.acquire_trainer("worker", 30.0)
     await fleet.device_turn("worker", 30.0, "take", "idle")
     await fleet.register(WorkerInfo(worker_id="worker", role="scorer", host="here", pid=1))
+    await Scaling(redis, keys).keep("up", {"scorer": (1, 1)}, ttl_s=30.0)
     await streams.ledger()
     await streams.uncommitted()
     await streams.partial("00000000")

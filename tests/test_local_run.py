@@ -9,7 +9,8 @@ import pytest
 
 from pipeline.config import Config
 from pipeline.errors import ConfigError
-from pipeline.local.run import Crew, LocalRun, worker_specs
+from pipeline.local.crew import Crew, worker_specs
+from pipeline.local.run import LocalRun
 from pipeline.local.server_address import find_server, with_server
 from pipeline.settings.files import load_config
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -57,6 +57,12 @@ class Watch:
             while not condition():
                 self.changed.clear()
                 await self.changed.wait()
+
+    async def until_condition(self, condition: Callable[[], Awaitable[object]]) -> None:
+        """Wait for what sets no event."""
+        async with asyncio.timeout(60):
+            while not await condition():  # noqa: ASYNC110 - Redis sets no event
+                await asyncio.sleep(0.02)
 
     async def until_said(self, line: str, times: int = 1) -> None:
         await self.until(lambda: [said for _, said in self.lines].count(line) >= times)
@@ -217,6 +223,45 @@ async def test_a_worker_that_leaves_by_itself_stays_away() -> None:
     supervisor.stop()
     assert await run == 0
     assert watch.codes("generator-1") == [0]
+
+
+async def test_a_worker_can_be_added_to_a_run_and_let_go_of_it() -> None:
+    watch = Watch()
+    supervisor = supervise(watch, [script("trainer", DRAINS, ends_run=True)])
+    supervisor.add(script("too-early", DRAINS))
+    run = asyncio.create_task(supervisor.run())
+    await watch.until_said("ready")
+    supervisor.add(script("generator-2", DRAINS))
+    await watch.until_said("ready", times=2)
+    assert supervisor.staying == ["trainer", "generator-2"]
+    os.kill(supervisor.pids["generator-2"], signal.SIGKILL)
+    await watch.until_said("ready", times=3)
+    supervisor.let_go("generator-2")
+    assert (supervisor.staying, supervisor.names) == (["trainer"], ["trainer", "generator-2"])
+    await watch.until(lambda: watch.codes("generator-2") == [-signal.SIGKILL, 0])
+    assert watch.exits[-1].restart_in_s is None
+    supervisor.add(script("scorer-2", DRAINS))
+    supervisor.let_go("scorer-2")
+    supervisor.let_go("nobody")
+    supervisor.stop()
+    supervisor.add(script("too-late", DRAINS))
+    assert await run == 0
+    assert {name for name, _ in watch.lines} == {"trainer", "generator-2"}
+
+
+async def test_a_worker_that_is_let_go_and_stays_is_killed_and_one_that_fails_on_its_way_out_ends_nothing() -> None:
+    watch = Watch()
+    fails = DRAINS.replace("sys.exit(0)", "sys.exit(2)")
+    specs = [script("trainer", DRAINS, ends_run=True), script("a", DEAF), script("b", fails)]
+    supervisor = supervise(watch, specs, drain_timeout_s=0.5)
+    run = asyncio.create_task(supervisor.run())
+    await watch.until_said("ready", times=3)
+    for name in "ab":
+        supervisor.let_go(name)
+    await watch.until(lambda: (watch.codes("a"), watch.codes("b")) == ([-signal.SIGKILL], [2]))
+    assert list(supervisor.pids) == ["trainer"]
+    supervisor.stop()
+    assert await run == 0
 
 
 async def test_a_worker_that_does_not_drain_is_killed_and_the_code_says_so() -> None:

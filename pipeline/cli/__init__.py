@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import click
 
 from pipeline import __version__
-from pipeline.cli.control import drain, pause, reset, resume
+from pipeline.cli.control import drain, pause, reset, resume, scale
 from pipeline.cli.inspect import checkpoints, rollouts, status, streams, workers
 from pipeline.cli.keys import keys
 from pipeline.cli.roles import demo, exporter, generator, scorer, trainer, up
@@ -50,6 +50,7 @@ for command in (
     pause,
     resume,
     drain,
+    scale,
     reset,
     config,
     checkpoints,

@@ -5,6 +5,7 @@ In: lines and exits from a supervisor. Out: lines for people.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -26,14 +27,16 @@ class Console:
     def __init__(self, names: Sequence[str], out: TextIO | None = None) -> None:
         self._out = out or sys.stdout
         self._width = max(map(len, [_SELF, *names]))
-        self._colours = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(names)}
+        self._colours = dict(zip(names, itertools.cycle(_COLOURS), strict=False))
         self._is_coloured = self._out.isatty() and not os.environ.get("NO_COLOR")
         self._to_mend: dict[str, list[str]] = {}
 
     def on_line(self, name: str, line: str) -> None:
         label = f"{name:<{self._width}} |"
         if self._is_coloured:
-            label = click.style(label, fg=self._colours.get(name, "white"), bold=name == _SELF)
+            # Workers come later, too.
+            colour = self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
+            label = click.style(label, fg="white" if name == _SELF else colour, bold=name == _SELF)
         try:
             print(label, line, file=self._out, flush=True)
         except BrokenPipeError:  # `rollstream up | head`: the run goes on without a reader

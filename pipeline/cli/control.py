@@ -1,4 +1,4 @@
-"""Commands that ask a run to do something: pause, resume, drain, and go away.
+"""Commands that ask a run to do something: pause, resume, drain, scale, and go away.
 
 In: a run. Out: a request in Redis that the workers see with their next heartbeat.
 """
@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.cli.options import Sources, takes_config, with_redis
+from pipeline.errors import ServiceUnavailableError, UsageError
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
     from pipeline.keys import Keys
+    from pipeline.scaling import Scaling
+
+_MOST = 256
+_PATIENCE_S, _LOOK_EVERY_S = 10.0, 0.1
 
 
 @click.command()
@@ -56,7 +61,7 @@ def resume(sources: Sources) -> int:
 @takes_config
 def drain(sources: Sources, target: str) -> int:
     """Let a worker, or all of a role, hand back its work and exit."""
-    from pipeline.errors import UsageError, few
+    from pipeline.errors import few
 
     async def body(redis: Redis, keys: Keys) -> tuple[list[str], list[str]]:
         from pipeline.fleet import Fleet
@@ -73,6 +78,67 @@ def drain(sources: Sources, target: str) -> int:
     for worker_id in chosen:
         click.echo(f"draining {worker_id}")
     return 0
+
+
+@click.command()
+@click.argument("numbers", nargs=-1, required=True, metavar="ROLE=NUMBER...")
+@takes_config
+def scale(sources: Sources, numbers: tuple[str, ...]) -> int:
+    """Have other numbers of workers in a running `up`: generators=3 scorers=2.
+
+    Those that come join at once; those that go are drained and lose nothing.
+    """
+    wanted = _read_numbers(numbers)
+
+    async def body(redis: Redis, keys: Keys) -> dict[str, int]:
+        from pipeline.fleet import Fleet
+        from pipeline.scaling import Scaling
+
+        await Fleet(redis, keys).refuse_unknown()
+        scaling = Scaling(redis, keys)
+        before = await scaling.ask(wanted)
+        if before is None:
+            raise UsageError(
+                f"no `up` of run {keys.run!r} is there to carry this out; start one with `rollstream up`, or start "
+                "workers one by one (`rollstream generator`) and let them go with `rollstream drain`"
+            )
+        await _until_kept(scaling, wanted, keys.run)
+        return before
+
+    for role, before in with_redis(sources, body).items():
+        click.echo(f"{role}s: {before} -> {wanted[role]}; `rollstream workers` shows them come and go")
+    return 0
+
+
+def _read_numbers(words: tuple[str, ...]) -> dict[str, int]:
+    from pipeline.scaling import SCALED_ROLES
+
+    roles = {f"{role}s": role for role in SCALED_ROLES}
+    found: dict[str, int] = {}
+    for word in words:
+        name, _, number = word.partition("=")
+        if name not in roles or not number.isascii() or not number.isdigit():
+            raise UsageError(f"{word!r}: say {' or '.join(roles)} and a number, for example generators=3 scorers=2")
+        if int(number) > _MOST:
+            raise UsageError(f"{word!r}: at most {_MOST} workers of one kind run on one machine")
+        if roles[name] in found:
+            raise UsageError(f"{word!r}: {name} is there twice")
+        found[roles[name]] = int(number)
+    return found
+
+
+async def _until_kept(scaling: Scaling, wanted: dict[str, int], run: str) -> None:
+    """Raises ServiceUnavailableError where the `up` does not take the request up."""
+    import asyncio
+
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            while not wanted.items() <= (await scaling.kept()).items():  # noqa: ASYNC110 - another process sets no event
+                await asyncio.sleep(_LOOK_EVERY_S)
+    except TimeoutError:
+        raise ServiceUnavailableError(
+            f"the `up` of run {run!r} has not answered within {_PATIENCE_S:g} s: it has just ended, or stands still"
+        ) from None
 
 
 @click.command()

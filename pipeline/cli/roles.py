@@ -67,7 +67,8 @@ def up(sources: Sources, num_generators: int, num_scorers: int, has_exporter: bo
 
     from pipeline.checks.config import check_quickly
     from pipeline.cli.console import Console
-    from pipeline.local.run import Crew, LocalRun
+    from pipeline.local.crew import Crew
+    from pipeline.local.run import LocalRun
     from pipeline.local.summary import summary_lines
 
     started = time.monotonic()

@@ -23,7 +23,8 @@ from pipeline.demo.settings import demo_config
 from pipeline.demo.summary import num_steps_of_a_part, samples_before_and_after, summarise
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys
-from pipeline.local.run import Crew, LocalRun
+from pipeline.local.crew import Crew
+from pipeline.local.run import LocalRun
 from pipeline.records.recorder import plot_curve
 from pipeline.streams import Ledger, connect
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -25,30 +23,22 @@ from pipeline.embedded import EmbeddedServer
 from pipeline.errors import ConfigError, RollstreamError, ServiceUnavailableError
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys
-from pipeline.local.cores import available_cores, gpu_environ, thread_environ, visible_gpus
+from pipeline.local.crew import TRAINER, Crew, worker_spec, worker_specs
 from pipeline.local.first_contact import make_contact
+from pipeline.local.scaler import Scaler
 from pipeline.local.server_address import announce_server, kept_dir, with_url, withdraw_server
 from pipeline.local.supervisor import RestartPolicy, Supervisor, WorkerExit, WorkerSpec
 from pipeline.programs import program
 from pipeline.queues.connection import connect
 from pipeline.queues.ledger import Ledger
 from pipeline.records.recorder import METRICS_FILE
+from pipeline.scaling import SCALED_ROLES, Scaling
 from pipeline.settings.files import show
 from pipeline.streams import Streams
 
 _KILL_GRACE_S = 15.0
 _LOOK_EVERY_S = 1.0
 _LAST_LOOK_S = 5.0
-TRAINER = "trainer"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Crew:
-    """How many workers of each kind; there is always one trainer."""
-
-    num_generators: int = 1
-    num_scorers: int = 1
-    has_exporter: bool = True
 
 
 class LocalRun:
@@ -131,12 +121,15 @@ class LocalRun:
         Raises ServiceUnavailableError or RunConflictError before any worker is started.
         """
         await make_contact(self.config)
-        watch = asyncio.create_task(self._watch_server(supervisor, say))
+        helpers = [
+            asyncio.create_task(work) for work in (self._watch_server(supervisor, say), self._scale(supervisor, say))
+        ]
         try:
             code = await supervisor.run()
         finally:
-            watch.cancel()
-            await asyncio.wait([watch])
+            for helper in helpers:
+                helper.cancel()
+            await asyncio.wait(helpers)
         if code == 0 and self._persist:
             await self._say_if_it_is_not_over(say)
         return code
@@ -153,6 +146,18 @@ class LocalRun:
                 f"drained before the run was over, at weight version {facts.weight_version}; the same command goes on "
                 "from there"
             )
+
+    async def _scale(self, supervisor: Supervisor, say: Callable[[str], None]) -> None:
+        """Carry out what `rollstream scale` asks for."""
+
+        def spec_of(role: str, index: int, number: int) -> WorkerSpec:
+            crew = self._crew.with_number(role, number)
+            return worker_spec(role, index, self.config, crew, self._command, self.config_file, os.environ)
+
+        numbers = {role: self._crew.number_of(role) for role in SCALED_ROLES}
+        async with connect(self.config.redis, retries=0) as redis:
+            scaler = Scaler(supervisor, numbers, spec_of, say)
+            await scaler.run(Scaling(redis, Keys(self.config.run.name)))
 
     async def ledger(self) -> Ledger | None:
         """Where all groups of the run are; None where its server does not say."""
@@ -198,44 +203,6 @@ def kept_server(config: Config) -> Iterator[Config]:
         _lock(lock, config)
         with EmbeddedServer.start(kept_dir(config), persist=True) as server:
             yield with_url(config, server.url)
-
-
-def worker_specs(
-    config: Config, crew: Crew, command: tuple[str, ...], config_file: Path, environ: Mapping[str, str]
-) -> list[WorkerSpec]:
-    """The processes of a run, in data-flow order, the cores and GPUs divided among them."""
-    # Who takes turns with the others does not compute at the same time, and on the same device.
-    num_at_once = crew.num_generators if config.is_colocated else crew.num_generators + 1
-    threads = max(1, available_cores() // num_at_once)
-    gpus = [] if config.is_colocated else visible_gpus(environ)
-    shared = {"REDIS_URL": config.redis.url.get_secret_value(), **_colours(environ)}
-
-    def spec(role: str, name: str, extra: Mapping[str, str]) -> WorkerSpec:
-        return WorkerSpec(
-            name=name,
-            argv=(*command, role, "-c", str(config_file)),
-            environ={**shared, **extra},
-            unset=tuple(name for name in environ if name.startswith("ROLLSTREAM_") and "__" in name),
-            ends_run=role == TRAINER,
-        )
-
-    def heavy(num_threads: int, index: int) -> dict[str, str]:
-        divided = thread_environ(threads, environ) if num_threads == 0 else {}
-        return {**divided, **gpu_environ(gpus, index, crew.num_generators)}
-
-    one_thread = thread_environ(1, environ)
-    generators = range(crew.num_generators)
-    return [
-        *(spec("generator", f"generator-{i + 1}", heavy(config.generation.num_threads, i)) for i in generators),
-        *(spec("scorer", f"scorer-{i + 1}", one_thread) for i in range(crew.num_scorers)),
-        spec(TRAINER, TRAINER, heavy(config.trainer.num_threads, crew.num_generators)),
-        *(spec("exporter", "exporter", one_thread) for _ in range(crew.has_exporter)),
-    ]
-
-
-def _colours(environ: Mapping[str, str]) -> dict[str, str]:
-    """Workers write into a pipe; what they write is coloured where our own output is."""
-    return {"FORCE_COLOR": "1"} if sys.stdout.isatty() and not environ.get("NO_COLOR") else {}
 
 
 def _on_one_machine(config: Config) -> Config:

@@ -105,6 +105,8 @@ class Supervisor:
         self._restart = restart or RestartPolicy()
         self._progress = progress
         self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._endings: dict[str, asyncio.Event] = {}
+        self._workers: asyncio.TaskGroup | None = None
         self._stopping = asyncio.Event()
         self._killing = asyncio.Event()
         self._code = 0
@@ -115,20 +117,49 @@ class Supervisor:
         """Processes that run now."""
         return {name: process.pid for name, process in self._processes.items()}
 
+    @property
+    def names(self) -> list[str]:
+        """Everyone who is kept, or still leaving."""
+        return list(self._endings)
+
+    @property
+    def staying(self) -> list[str]:
+        """Everyone who is kept: who runs, and who is about to be started again."""
+        return [name for name, ending in self._endings.items() if not ending.is_set()]
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether all workers are being drained."""
+        return self._stopping.is_set()
+
     async def run(self) -> int:
         """Start all and stay until the run is over, is stopped, or cannot go on. Returns the exit code."""
         with self._signals():
             try:
                 async with asyncio.TaskGroup() as group:
                     watch = group.create_task(self._escalate())
-                    async with asyncio.TaskGroup() as workers:
+                    async with asyncio.TaskGroup() as self._workers:
                         for spec in self._specs:
-                            workers.create_task(self._keep(spec))
+                            self._start(spec)
                     watch.cancel()
             finally:
                 for pid in self.pids.values():
                     signal_group(pid, signal.SIGKILL)
         return self._code
+
+    def add(self, spec: WorkerSpec) -> None:
+        """Keep one more worker, under a name that is free; nothing where the run is about to end."""
+        if self._endings and not self._stopping.is_set():
+            self._start(spec)
+
+    def let_go(self, name: str) -> None:
+        """Drain one worker; it is not started again. It has as long as a drain of all."""
+        ending = self._endings.get(name)
+        if ending is None or ending.is_set():
+            return
+        ending.set()
+        if name in self._processes:
+            self._drain(name)
 
     def stop(self, code: int = 0) -> None:
         """Drain all workers; a second call ends them at once."""
@@ -137,21 +168,41 @@ class Supervisor:
             return
         self._code = code
         self._stopping.set()
+        for ending in self._endings.values():
+            ending.set()
 
     def _on_signal(self) -> None:
         if not self._stopping.is_set():
             self._on_drain()
         self.stop()
 
-    async def _keep(self, spec: WorkerSpec) -> None:
+    def _start(self, spec: WorkerSpec) -> None:
+        assert self._workers is not None
+        assert spec.name not in self._endings
+        ending = self._endings[spec.name] = asyncio.Event()
+        if self._stopping.is_set():
+            ending.set()
+        self._workers.create_task(self._keep(spec, ending)).add_done_callback(lambda _: self._endings.pop(spec.name))
+
+    def _drain(self, name: str) -> None:
+        pid = self.pids[name]
+        signal_group(pid, signal.SIGTERM, leader_only=True)
+        asyncio.get_running_loop().call_later(self._drain_timeout_s, self._kill, name, pid)
+
+    def _kill(self, name: str, pid: int) -> None:
+        if self.pids.get(name) == pid:
+            signal_group(pid, signal.SIGKILL, leader_only=True)
+
+    async def _keep(self, spec: WorkerSpec, ending: asyncio.Event) -> None:
         failures, crashes = 0, Crashes(lambda: self._progress(spec.name))
-        while not self._stopping.is_set():
+        while not ending.is_set():
             started = time.monotonic()
-            code = await self._run_once(spec, crashes)
+            code = await self._run_once(spec, ending, crashes)
             seconds = time.monotonic() - started
             failures = 1 if seconds >= self._restart.healthy_after_s else failures + 1
-            given_up_after = self._given_up_after(code, failures, crashes)
-            is_final = self._is_final(spec, code, given_up_after > 0)
+            given_up_after = 0 if ending.is_set() else self._given_up_after(code, failures, crashes)
+            is_let_go = ending.is_set() and not self._stopping.is_set()
+            is_final = is_let_go or self._is_final(spec, code, given_up_after > 0)
             pause_s = None if is_final else self._restart.pause_s(failures)
             self._on_exit(
                 WorkerExit(
@@ -166,11 +217,11 @@ class Supervisor:
             if pause_s is None:
                 return
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), pause_s)
+                await asyncio.wait_for(ending.wait(), pause_s)
 
     def _given_up_after(self, code: int, failures: int, crashes: Crashes) -> int:
         """After how many failures another start is in vain; 0 while it is not."""
-        if code in {0, USAGE} or self._stopping.is_set():
+        if code in {0, USAGE}:
             return 0
         num_alike = crashes.count() if code > 0 else 0
         if num_alike >= self._restart.max_alike:
@@ -193,7 +244,7 @@ class Supervisor:
             return True
         return False
 
-    async def _run_once(self, spec: WorkerSpec, crashes: Crashes) -> int:
+    async def _run_once(self, spec: WorkerSpec, ending: asyncio.Event, crashes: Crashes) -> int:
         crashes.begin()
 
         def on_line(name: str, line: str) -> None:
@@ -210,9 +261,10 @@ class Supervisor:
                 start_new_session=True,
             )
             self._processes[spec.name] = process
-            if self._stopping.is_set():
-                number = signal.SIGKILL if self._killing.is_set() else signal.SIGTERM
-                signal_group(process.pid, number, leader_only=True)
+            if self._killing.is_set():
+                self._kill(spec.name, process.pid)
+            elif ending.is_set():
+                self._drain(spec.name)
             try:
                 return await process.wait()
             finally:

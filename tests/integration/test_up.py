@@ -103,6 +103,19 @@ def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
         one.process.wait()
 
 
+def ask(up: Up, *words: str) -> subprocess.CompletedProcess[str]:
+    """What another shell in the same directory hears."""
+    environ = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
+    return subprocess.run(
+        [sys.executable, "-m", "pipeline.cli", *words],
+        cwd=up.directory,
+        env={**environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+        text=True,
+        capture_output=True,
+    )
+
+
 async def accounts(run_dir: Path) -> tuple[Ledger, list[Depth]]:
     """What is left in the run's own server, which keeps its data."""
     with EmbeddedServer.start(run_dir / "redis", persist=True) as server:
@@ -191,13 +204,7 @@ def test_an_up_whose_private_server_died_says_so_and_ends(up: Callable[..., Up])
 def test_an_up_whose_trainer_was_drained_ends_well_and_says_that_the_run_is_not_over(up: Callable[..., Up]) -> None:
     one = up("a", "--no-exporter")
     one.until_it_trains()
-    asked = subprocess.run(
-        [sys.executable, "-m", "pipeline.cli", "drain", "trainer"],
-        cwd=one.directory,
-        env={name: value for name, value in os.environ.items() if name != "REDIS_URL"} | {"PYTHONPATH": str(ROOT)},
-        check=False,
-    )
-    assert asked.returncode == 0
+    assert ask(one, "drain", "trainer").returncode == 0
     assert one.process.wait(DEADLINE_S) == 0, one.log.read_text()
     assert "drained before the run was over, at weight version " in one.log.read_text()
     num_steps = len(read_metrics(one.run_dir))
@@ -223,6 +230,27 @@ def test_a_trainer_that_always_crashes_ends_the_run_with_its_error_and_leaves_on
     assert len([row for row in rows if "eval_reward" in row]) == 2, "before the first step and after the last"
     lost = [json.loads(line) for line in (run_dir / "metrics_lost.jsonl").read_text().splitlines()]
     assert [row["step"] for row in lost if "groups" in row] == [1, 2, 3, 1, 2, 3]
+
+
+async def test_workers_come_and_go_as_another_shell_asks(up: Callable[..., Up]) -> None:
+    one = up("a", "--no-exporter")
+    one.until_it_trains()
+    answer = ask(one, "scale", "generators=3", "scorers=2")
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.splitlines()[0].startswith("generators: 1 -> 3; ")
+    until(lambda: "generator-3 |" in one.log.read_text() and "scorer-2  " in one.log.read_text(), "those who come")
+    before = len(read_metrics(one.run_dir))
+    assert ask(one, "scale", "scorers=1", "generators=1").returncode == 0
+    gone = [f"{name} is done" for name in ("generator-2", "generator-3", "scorer-2")]
+    until(lambda: all(words in one.log.read_text() for words in gone), "those who go")
+    until(lambda: len(read_metrics(one.run_dir)) > before + 2, "two more steps")
+    said = one.log.read_text()
+    assert all(words in said for words in ("generators: 1 -> 3", "scorers: 1 -> 2", "generators: 3 -> 1"))
+    one.process.send_signal(signal.SIGTERM)
+    assert one.process.wait(DEADLINE_S) == 0, one.log.read_text()
+    ledger, _ = await accounts(one.run_dir)
+    assert ledger.balances
+    assert (ledger.dead, ledger.num_dropped) == (0, 0)
 
 
 def test_an_up_that_is_done_sums_up_and_does_not_look_like_one_that_was_ended(up: Callable[..., Up]) -> None:
