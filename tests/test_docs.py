@@ -23,6 +23,7 @@ PAGES = sorted(
 # Programs that are not ours, or that a test would have to install something for.
 OTHERS = {
     "cd",
+    "mkdir",
     "source",
     "git",
     "pip",
@@ -94,6 +95,8 @@ def check(words: list[str]) -> None:
             assert rest[0] != "-m" or find_spec(rest[1]) is not None, f"there is no module {rest[1]}"
         case "pytest" | "ruff" | "mypy" | "lint-imports" | "pre-commit":
             assert not program.startswith("/")
+        case script if script.endswith(".sh"):
+            assert (ROOT / program).is_file(), f"{program} is not there"
         case other:
             assert other in OTHERS, f"no test knows `{other}`"
 
