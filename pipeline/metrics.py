@@ -241,6 +241,18 @@ class Metrics(WeightMetrics):
     mismatch_kl = late_gauge(
         "nats", "Divergence of generator and trainer at the same token.", "Above 0.1: find out why.", roles=_TRAINER
     )
+    mismatch_kl_fresh = late_gauge(
+        "nats", "The same over tokens of the trainer's own version.", "Above 0.01: the engines differ.", roles=_TRAINER
+    )
+    mismatch_kl_stale = late_gauge(
+        "nats", "The same over tokens of older versions.", "Grows with age and learning rate.", roles=_TRAINER
+    )
+    truncated_fraction = late_gauge(
+        "ratio", "Share of tokens whose importance weight was cut.", "What is cut is bias: below 0.05.", roles=_TRAINER
+    )
+    masked_fraction = late_gauge(
+        "ratio", "Share of tokens that the correction masked.", "Wasted generation: below 0.05.", roles=_TRAINER
+    )
     clip_fraction = late_gauge(
         "ratio", "Share of tokens that were clipped.", "High: steps are too large or data too old.", roles=_TRAINER
     )

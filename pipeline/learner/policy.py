@@ -19,6 +19,8 @@ from transformers import PreTrainedModel
 from pipeline.algorithms import Objective, TokenInputs, evaluate, resolve_algorithm
 from pipeline.batching import MicroBatch, Sample, make_samples, pad, split
 from pipeline.config import AlgorithmSettings, Config, ModelSettings, StalenessSettings, TrainerSettings
+from pipeline.config.advice import advice
+from pipeline.learner.ages import AgeTally
 from pipeline.learner.optimizer import Optimizer
 from pipeline.learner.plan import Plan, make_plan, reward_weights
 from pipeline.learner.report import describe_groups, in_feeding_order
@@ -70,6 +72,8 @@ class PolicyLearner:
     def create(cls, config: Config) -> PolicyLearner:
         """Load the model that `config` names. Raises ModelError, ConfigError."""
         resolve_algorithm(config.algorithm)
+        for text in advice(config.algorithm, config.generation, config.staleness):
+            _log.warning("algorithm_advice", advice=text)
         trainer = config.trainer
         if trainer.num_threads:
             torch.set_num_threads(trainer.num_threads)
@@ -123,13 +127,14 @@ class PolicyLearner:
         samples = make_samples(ordered, assessments)
         num_unreplayed, num_unrouted = self._count_missing(samples)
         plan = self._plan(samples)
-        tally = TokenTally(self.policy.device)
+        tally, by_age = TokenTally(self.policy.device), AgeTally(self.policy.device)
         loss = torch.zeros((), dtype=torch.float64, device=self.policy.device)
         for rows in split(samples, self._micro_batch_tokens):
             batch = pad([samples[row] for row in rows], [plan.advantages[row] for row in rows], plan.factors[rows])
-            loss += self._backward(batch.to(self.policy.device), plan.limit, tally)
+            loss += self._backward(batch.to(self.policy.device), plan.limit, tally, by_age)
         num_unusable = sum(sample.num_tokens for sample in samples) - tally.num_tokens
-        return loss, describe_groups(ordered, assessments) | plan.describe() | describe_tokens(tally) | {
+        described = describe_groups(ordered, assessments) | plan.describe() | describe_tokens(tally)
+        return loss, described | by_age.describe() | {
             "loss": float(loss),
             "trained_tokens": float(tally.num_tokens),
             "nonfinite_tokens": float(sum(sample.num_nonfinite for sample in samples) + num_unusable),
@@ -185,7 +190,7 @@ class PolicyLearner:
             if self._model_settings is not None:
                 load_tokenizer(self._model_settings).save_pretrained(directory)
 
-    def _backward(self, batch: MicroBatch, limit: Tensor | None, tally: TokenTally) -> Tensor:
+    def _backward(self, batch: MicroBatch, limit: Tensor | None, tally: TokenTally, by_age: AgeTally) -> Tensor:
         """Add the gradient of one micro-batch; returns its part of the loss, detached."""
         output = self.policy.evaluate(batch)
         dtype = output.logprobs.dtype
@@ -205,6 +210,7 @@ class PolicyLearner:
         loss.backward()  # type: ignore[no-untyped-call]
         values = dict(objective.stats) | {"entropy": output.entropies}
         tally.add(values, objective.mask, largest=("importance_ratio",))
+        by_age.add(values, objective.log_ratios, batch.ages, objective.mask)
         return loss.detach()
 
     def _count_missing(self, samples: Sequence[Sample]) -> tuple[int, int]:

@@ -71,12 +71,35 @@ _MISMATCH = (
     _field("importance_ratio_mean", "", "trainer's over generator's probability", "0.9 to 1.1"),
     _field("importance_ratio_max", "", "largest of the step", "below 10, or look at mismatch_kl"),
     _field("mismatch_kl", "nats", "divergence of trainer from generator", "below 0.01; above 0.1 find out why"),
+    _field(
+        "mismatch_kl_fresh", "nats", "the same over tokens of the trainer's own version", "near 0, or engines differ"
+    ),
+    _field("mismatch_kl_stale", "nats", "the same over older tokens", "grows with age and learning rate"),
+    _field("effective_sample_size", "0 to 1", "share of the tokens that the importance weights leave", "above 0.9"),
     _field("clip_fraction", "0 to 1", "tokens at the clip; 0 where proximal is recomputed", "below 0.2"),
     _field("truncated_fraction", "0 to 1", "tokens whose weight was cut to truncation", "below 0.05"),
     _field("masked_fraction", "0 to 1", "tokens that the correction masked: mis, icepop, m2po and so on", "below 0.05"),
     _field("nonfinite_tokens", "tokens", "masked because a number was impossible", "0"),
     _field("unreplayed_tokens", "tokens", "cut by top-p or top-k without a mask to replay", "0"),
     _field("unrouted_tokens", "tokens", "trained without a record of the experts to replay", "0"),
+)
+_BY_AGE = tuple(
+    _field(
+        name.format(age=age),
+        unit,
+        f"{meaning}, of age {age}{' and more' if age == 3 else ''}",
+        healthy,
+        is_occasional=True,
+    )
+    for age in range(4)
+    for name, unit, meaning, healthy in (
+        ("tokens_age_{age}", "tokens", "in the loss", "few above staleness.max_staleness"),
+        ("truncated_fraction_age_{age}", "0 to 1", "tokens whose weight was cut", "rises with age"),
+        ("masked_fraction_age_{age}", "0 to 1", "tokens that the correction masked", "rises with age"),
+        ("ratio_p01_age_{age}", "", "importance ratio that 1 % of the tokens are below", "above 0.1"),
+        ("ratio_p50_age_{age}", "", "median of the importance ratio", "near 1"),
+        ("ratio_p99_age_{age}", "", "importance ratio that 1 % of the tokens are above", "below truncation"),
+    )
 )
 _TIMES = (
     _field("weight_version", "version", "of the weights after the step", "rises"),
@@ -99,7 +122,7 @@ _EVALUATION = (
     _field("eval_rewards", "reward", "an object: the mean of each reward function, by its name", ""),
 )
 
-FIELDS = (*_ROW, *_REWARDS, *_SIZES, *_AGES, *_LEARNING, *_MISMATCH, *_TIMES, *_DROPPED, *_EVALUATION)
+FIELDS = (*_ROW, *_REWARDS, *_SIZES, *_AGES, *_LEARNING, *_MISMATCH, *_BY_AGE, *_TIMES, *_DROPPED, *_EVALUATION)
 
 
 def render_table() -> str:

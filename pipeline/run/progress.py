@@ -36,7 +36,11 @@ _GAUGES = (
     "completion_length_mean",
     "importance_ratio_mean",
     "mismatch_kl",
+    "mismatch_kl_fresh",
+    "mismatch_kl_stale",
     "clip_fraction",
+    "truncated_fraction",
+    "masked_fraction",
 )
 # Fields of a row that are counted up.
 _COUNTERS = ("nonfinite_tokens", "masked_tokens", "skipped_steps", "zero_variance_groups")

@@ -32,10 +32,14 @@ NO_VALUES = {
     "training/Importance weights/0",
     "training/Importance weights/1",
     "training/Importance weights/2",
+    "training/Importance weights/3",
+    "training/Importance weights/4",
     "training/Learning rate/0",
     "training/Loss and gradient/0",
     "training/Loss and gradient/1",
     "training/Mismatch KL/0",
+    "training/Mismatch KL/1",
+    "training/Mismatch KL/2",
 }
 
 

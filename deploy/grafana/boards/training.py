@@ -137,14 +137,18 @@ _OFF_POLICY = Row(
     panels=(
         graph(
             "Mismatch KL",
-            "Divergence of generator and trainer at the same token, in nats.",
-            Query(run_value("mismatch_kl"), "mismatch KL"),
+            "Divergence of generator and trainer at the same token, in nats; at equal versions only engines differ.",
+            Query(run_value("mismatch_kl"), "all tokens"),
+            Query(run_value("mismatch_kl_fresh"), "of the trainer's own version"),
+            Query(run_value("mismatch_kl_stale"), "of older versions"),
         ),
         graph(
             "Importance weights",
             "Ratio near 1; clipped tokens below a fifth; an effective sample size near 1.",
             Query(run_value("importance_ratio_mean"), "mean ratio"),
             Query(run_value("clip_fraction"), "clipped"),
+            Query(run_value("truncated_fraction"), "weight cut"),
+            Query(run_value("masked_fraction"), "masked"),
             Query(run_value("effective_sample_size"), "effective sample size"),
         ),
         graph(

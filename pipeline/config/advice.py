@@ -1,0 +1,47 @@
+"""Choices that are known to fail, or to do nothing, said before they do.
+
+In: the settings of a run. Out: one sentence for each, with what follows and the way out. None of
+them is an error: there are reasons to try them.
+"""
+
+from __future__ import annotations
+
+from pipeline.config.algorithm import AlgorithmSettings
+from pipeline.config.generation import GenerationSettings
+from pipeline.config.learning import StalenessSettings
+
+
+def advice(algorithm: AlgorithmSettings, generation: GenerationSettings, staleness: StalenessSettings) -> list[str]:
+    """What to think over in these settings."""
+    resolved = algorithm.resolved
+    found = []
+    if (generation.top_p < 1.0 or generation.top_k > 0) and not generation.replay_sampling_mask:
+        found.append(
+            "generation.replay_sampling_mask = false with top_p or top_k: importance ratios are off by the probability "
+            "that was cut; set it to true, or top_p = 1 and top_k = 0"
+        )
+    if resolved.correction == "importance" and staleness.max_staleness > 1:
+        found.append(
+            f"algorithm.correction = 'importance' with staleness.max_staleness = {staleness.max_staleness}: weights of "
+            "tokens older than one version have no bound, and their variance grows with age; set it to 'tis'"
+        )
+    if (
+        resolved.kl_coef > 0
+        and resolved.kl_estimator == "k1"
+        and resolved.kl_in == "loss"
+        and not resolved.kl_importance
+    ):
+        found.append(
+            "algorithm.kl_estimator = 'k1' with algorithm.kl_in = 'loss': the gradient of the term is 0 on average, it "
+            "only adds noise; set kl_estimator to 'k2' or 'k3', kl_in to 'reward', or kl_importance to true"
+        )
+    if (
+        resolved.correction in {"none", "m2po", "opsm"}
+        and resolved.proximal == "recomputed"
+        and staleness.max_staleness
+    ):
+        found.append(
+            f"algorithm.proximal = 'recomputed' with algorithm.correction = {resolved.correction!r}: tokens of older "
+            "weights are trained on as if they were new; set proximal to 'generator', or correction to 'tis'"
+        )
+    return found

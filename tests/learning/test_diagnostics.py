@@ -1,0 +1,140 @@
+"""What the trainer says of mismatch, weights and ages, against numbers computed here; and what it warns of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import structlog
+
+from pipeline.config import AlgorithmSettings, Config, GenerationSettings, StalenessSettings
+from pipeline.config.advice import advice
+from pipeline.learner import load_learner
+from tests.learning.builders import Row, make_group, make_learner, plain_logprobs, tiny_llama
+from tests.tiny import make_tiny_model
+
+LOG_RATIOS = np.array([0.3, -0.4, 1.2, 0.1, -0.2, 0.9, 0.0])
+AGES = np.array([0, 0, 5, 3, 1, 1, 0])
+VERSION = 5
+
+
+def metrics_of(correction: str) -> dict[str, float]:
+    """Two completions of tokens whose ratios and ages are those above."""
+    model = tiny_llama()
+    rows = []
+    for ids, start in (([4, 7, 5, 2], 0), ([6, 2, 3], 4)):
+        new = plain_logprobs(model, [1, 5, 3], ids).detach().numpy()
+        ages = AGES[start : start + len(ids)]
+        rows.append(
+            Row(
+                token_ids=ids,
+                reward=float(start),
+                generator_logprobs=(new - LOG_RATIOS[start : start + len(ids)]).tolist(),
+                spans=[(VERSION - age, index) for index, age in enumerate(ages.tolist())],
+            )
+        )
+    learner = make_learner(
+        model,
+        algorithm=AlgorithmSettings(correction=correction),
+        staleness=StalenessSettings(max_staleness=8),
+    )
+    return learner.accumulate([make_group(rows)], trainer_version=VERSION)[1]
+
+
+def test_mismatch_is_told_apart_at_equal_and_at_unequal_versions() -> None:
+    metrics = metrics_of("tis")
+
+    k3 = np.exp(LOG_RATIOS) - LOG_RATIOS - 1
+    assert metrics["mismatch_kl"] == pytest.approx(k3.mean(), rel=1e-5)
+    assert metrics["mismatch_kl_fresh"] == pytest.approx(k3[AGES == 0].mean(), rel=1e-5)
+    assert metrics["mismatch_kl_stale"] == pytest.approx(k3[AGES > 0].mean(), rel=1e-5)
+
+
+def test_effective_sample_size_is_that_of_the_importance_ratios() -> None:
+    ratios = np.exp(LOG_RATIOS)
+    expected = ratios.sum() ** 2 / (len(ratios) * (ratios**2).sum())
+    assert metrics_of("tis")["effective_sample_size"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_shares_and_quantiles_are_by_age_and_ages_from_three_on_are_one() -> None:
+    cut, masked = metrics_of("tis"), metrics_of("mis")
+
+    for age in range(4):
+        ratios = np.exp(LOG_RATIOS[(age == AGES) if age < 3 else (AGES >= 3)])
+        if not len(ratios):
+            assert not any(name.endswith(f"_age_{age}") for name in cut)
+            continue
+        assert cut[f"tokens_age_{age}"] == len(ratios)
+        assert cut[f"truncated_fraction_age_{age}"] == pytest.approx((ratios > 2).mean())
+        assert masked[f"masked_fraction_age_{age}"] == pytest.approx((ratios > 2).mean())
+        assert cut[f"masked_fraction_age_{age}"] == 0
+        for name, share in (("p01", 0.01), ("p50", 0.5), ("p99", 0.99)):
+            expected = np.exp(np.quantile(np.log(ratios), share))
+            assert cut[f"ratio_{name}_age_{age}"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_frozen_policy_has_no_mismatch_and_all_of_its_sample() -> None:
+    """L6."""
+    model = tiny_llama()
+    ids = [4, 7, 5]
+    old = plain_logprobs(model, [1, 5, 3], ids).tolist()
+    rows = [Row(token_ids=ids, reward=reward, generator_logprobs=old) for reward in (0.0, 1.0)]
+
+    _, metrics = make_learner(model).accumulate([make_group(rows)], trainer_version=1)
+
+    assert metrics["mismatch_kl_fresh"] == 0
+    assert metrics["mismatch_kl_stale"] == pytest.approx(0, abs=1e-12)
+    assert metrics["effective_sample_size"] == pytest.approx(1, abs=1e-9)
+    assert metrics["ratio_p99_age_1"] == pytest.approx(1, abs=1e-5)
+
+
+def test_step_without_anything_to_train_on_has_diagnostics_without_ages() -> None:
+    _, metrics = make_learner(tiny_llama()).accumulate(
+        [make_group([Row(token_ids=[4], reward=None)])], trainer_version=0
+    )
+    assert (metrics["effective_sample_size"], metrics["mismatch_kl_fresh"]) == (1, 0)
+    assert not any("_age_" in name for name in metrics)
+
+
+TRUNCATED = GenerationSettings(top_p=0.9, replay_sampling_mask=False)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "generation", "max_staleness", "said"),
+    [
+        ({}, GenerationSettings(), 4, None),
+        ({}, GenerationSettings(top_p=0.9), 4, None),
+        ({}, TRUNCATED, 0, "generation.replay_sampling_mask = false"),
+        ({"correction": "importance"}, GenerationSettings(), 1, None),
+        ({"correction": "importance"}, GenerationSettings(), 2, "variance grows with age"),
+        ({"kl_estimator": "k1"}, GenerationSettings(), 2, None),
+        ({"kl_estimator": "k1", "kl_coef": 0.1}, GenerationSettings(), 2, "only adds noise"),
+        ({"kl_estimator": "k1", "kl_coef": 0.1, "kl_in": "reward"}, GenerationSettings(), 2, None),
+        ({"kl_estimator": "k1", "kl_coef": 0.1, "kl_importance": True}, GenerationSettings(), 2, None),
+        ({"correction": "none", "proximal": "recomputed"}, GenerationSettings(), 0, None),
+        ({"correction": "none", "proximal": "recomputed"}, GenerationSettings(), 2, "as if they were new"),
+    ],
+)
+def test_choices_that_are_known_to_fail_are_said_with_the_way_out(
+    algorithm: dict[str, object], generation: GenerationSettings, max_staleness: int, said: str | None
+) -> None:
+    settings = AlgorithmSettings.model_validate(algorithm)
+    found = advice(settings, generation, StalenessSettings(max_staleness=max_staleness))
+    assert len(found) == (said is not None)
+    assert said is None or (said in found[0] and "set " in found[0])
+
+
+def test_trainer_says_it_once_when_it_starts(tmp_path: Path) -> None:
+    config = Config.model_validate(
+        {
+            "model": {"path": str(make_tiny_model(tmp_path))},
+            "trainer": {"device": "cpu"},
+            "algorithm": {"kl_coef": 0.1, "kl_estimator": "k1"},
+        }
+    )
+    with structlog.testing.capture_logs() as logs:
+        load_learner(config)
+    (entry,) = [log for log in logs if log["event"] == "algorithm_advice"]
+    assert entry["log_level"] == "warning"
+    assert "only adds noise" in entry["advice"]
