@@ -60,7 +60,7 @@ class Metrics(WeightMetrics):
     groups_out_total = counter(
         "groups",
         "Groups that this worker handed over, or trained.",
-        "The stage with the lowest rate limits the run; rates of all stages agree in the long run.",
+        "Rates of all stages agree in the long run, but for held-out groups, which are not trained.",
         roles=_STAGES,
     )
     groups_held = gauge(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from grafana_foundation_sdk.builders import common, heatmap, prometheus, stat, table, timeseries
-from grafana_foundation_sdk.builders.dashboard import ThresholdsConfig
+from grafana_foundation_sdk.builders.dashboard import FieldColor, ThresholdsConfig
 from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.models import common as options
 from grafana_foundation_sdk.models import dashboard
@@ -118,6 +118,7 @@ def graph(
         .span(width)
         .height(_GRAPH_HEIGHT)
         .unit(unit)
+        .color_scheme(FieldColor().mode(dashboard.FieldColorModeId.PALETTE_CLASSIC_BY_NAME))
         .line_width(1)
         .fill_opacity(40 if is_stacked else 8)
         .show_points(options.VisibilityMode.NEVER)

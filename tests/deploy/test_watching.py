@@ -6,17 +6,22 @@ import asyncio
 import json
 import shutil
 import signal
+import socket
+import time
 import urllib.request
 from asyncio.subprocess import PIPE
 from pathlib import Path
 
 import pytest
 
+from deploy.grafana.answers import Window
+from deploy.grafana.render import main as render
+from deploy.grafana.render import panels_of, picture, save
 from pipeline.streams import Entry
 from tests.deploy.boards import DASHBOARDS as BOARDS
 from tests.deploy.boards import filled, queries, read
 from tests.deploy.prometheus import Prometheus, watching
-from tests.deploy.promql import rules
+from tests.deploy.promql import DEPLOY, rules
 from tests.integration.harness import SCRIPTED, Run, running
 from tests.integration.processes import Worker
 
@@ -134,6 +139,7 @@ async def test_prometheus_finds_workers_that_come_and_go_and_boards_and_alerts_h
 
             assert sorted(await shown(prometheus, run_name)) == sorted(NO_VALUES)
             await asked_without_error(run, prometheus)
+            await asyncio.to_thread(draw_boards, prometheus.url, run_name, tmp_path)
             await run.fleet.stop("the test is over")
             await run.until_over()
 
@@ -154,6 +160,30 @@ async def asked_without_error(run: Run, prometheus: Prometheus) -> None:
         said = firing[alert]["annotations"]
         assert words in said["summary"]
         assert said["dashboard"] == f"http://localhost:3000/d/rollstream-overview?var-run={name}"
+
+
+def draw_boards(url: str, run_name: str, directory: Path) -> None:
+    """Two boards, which have every kind of panel, are drawn from the recorded run."""
+    now = time.time()
+    window = Window(url=url, run=run_name, start=now - _SHOWN_S, end=now, rate_s=10)
+    drawn = {}
+    for name in ("overview", "scoring"):
+        board = read(DEPLOY / "grafana" / "dashboards" / f"{name}.json")
+        figure = picture(board, panels_of(board, None), window)
+        drawn |= {axes.get_title(loc="left"): axes for axes in figure.axes}
+        assert {panel["title"] for panel in board["panels"] if panel["type"] != "row"} <= set(drawn)
+        save(figure, directory / f"{name}.png", dpi=60)
+        assert (directory / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert len(drawn["Busy"].get_lines()) > 0
+    assert drawn["Dead letters"].texts[0].get_text() == "1"
+    assert len(drawn["Values"].collections) == 1
+
+
+def test_a_picture_needs_a_prometheus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    assert render(["--run", "r", "--url", url, "--out", str(tmp_path / "none.png")]) == 3
+    assert capsys.readouterr().err.startswith(f"error: no Prometheus answers at {url}")
 
 
 async def test_a_worker_in_a_long_step_answers_a_scrape(tmp_path: Path, valkey_url: str, run_name: str) -> None:

@@ -56,7 +56,7 @@ _FLOW = Row(
     panels=(
         graph(
             "Groups per second",
-            "All stages agree in the long run; the lowest limits.",
+            "All stages agree in the long run, but for held-out groups, which are not trained.",
             Query(total("groups_out_total", ANY, "role"), "{{role}}"),
         ),
         graph(

@@ -146,7 +146,7 @@ _FRESHNESS = Row(
     title="Freshness",
     panels=(
         heat(
-            "Age of trained tokens",
+            "Distribution of ages",
             "Versions between drawing a token and training it, token by token.",
             buckets("staleness_versions", TRAINER),
             unit=PLAIN,
