@@ -1,7 +1,7 @@
 """Users of the Redis server: one for each role, with its own keys and commands and nothing else.
 
 In: the name of a run and where its server is. Out: a folder with `users.acl` for the server and, for
-each user, `ROLE.env` with its REDIS_URL, all for their owner alone. It prints names, never a password.
+each user, `ROLE.env` with its REDIS_URL, for its owner alone. It prints names, never a password.
 
     python -m deploy.redis.users --run my-run --server queue-host:6379 --dir secrets
 """
@@ -23,7 +23,8 @@ from pipeline.errors import RollstreamError, UsageError
 from pipeline.keys import Keys
 
 ACL_FILE = "users.acl"
-_OWNER_ONLY, _OWNER_ONLY_FOLDER = 0o600, 0o700
+# The server's user reads users.acl, which has hashes of long random passwords.
+_OWNER_ONLY, _FOR_ALL, _OWNER_ONLY_FOLDER = 0o600, 0o644, 0o700
 
 # What every worker asks: to get in, to join, to beat, to leave.
 _CONNECTION = "multi exec type evalsha eval time"
@@ -105,12 +106,13 @@ def _spelled(keys: Keys, names: Iterable[str]) -> Iterable[str]:
         yield from (value,) if isinstance(value, str) else value
 
 
-def _write(file: Path, text: str) -> None:
+def _write(file: Path, text: str, mode: int = _OWNER_ONLY) -> None:
     try:
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _OWNER_ONLY)
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     except FileExistsError:
         raise UsageError(f"{file} is there already: remove it, or choose another --dir") from None
     with os.fdopen(descriptor, "w", encoding="utf-8") as target:
+        os.fchmod(target.fileno(), mode)  # whatever the umask is
         target.write(text)
 
 
@@ -127,7 +129,7 @@ def main(run_name: str, server: str, folder: Path, is_tls: bool, ca: str | None)
     passwords = {user: secrets.token_urlsafe(24) for user in USERS}
     scheme, query = ("rediss" if is_tls else "redis"), (f"?ssl_ca_certs={quote(ca, safe='/')}" if ca else "")
     folder.mkdir(mode=_OWNER_ONLY_FOLDER, parents=True, exist_ok=True)
-    _write(folder / ACL_FILE, acl_text(run_name, passwords))
+    _write(folder / ACL_FILE, acl_text(run_name, passwords), _FOR_ALL)
     for user, password in passwords.items():
         name = user_name(user, run_name)
         # The address is for workers; name and password are for those who want them apart, such as KEDA.

@@ -175,7 +175,7 @@ def test_the_server_writes_down_what_is_queued_and_evicts_nothing(guarded: Guard
 def test_files_with_passwords_are_for_their_owner_and_are_not_overwritten(tmp_path: Path) -> None:
     users = make_users(tmp_path / "users", "a")
     before = {path.name: path.read_text() for path in users.folder.iterdir()}
-    assert {path.stat().st_mode & 0o777 for path in users.folder.iterdir()} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in users.folder.glob("*.env")} == {0o600}
     assert users.folder.stat().st_mode & 0o777 == 0o700
     with pytest.raises(Exception, match="there already"):
         make_users(tmp_path / "users", "a")
