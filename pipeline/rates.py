@@ -73,6 +73,7 @@ class Rates:
             "tokens_out": int(now.tokens),
             "groups_per_s": round((now.groups_out - then.groups_out) / seconds, 3),
             "tokens_per_s": round((now.tokens - then.tokens) / seconds, 1),
+            "idle_s": round(sum(now.idle_s.values()), 3),
             "idle_ratio": round(min(1.0, sum(idle.values(), 0.0)), 3),
             "idle_cause": max(idle, key=lambda cause: idle[cause]) if sum(idle.values()) > 0 else None,
             "progress_age_s": round(now.at - self._progress_at, 1),

@@ -40,6 +40,10 @@ class Sources:
 
         return load_config(self.files or self._default_files(), overrides=self.overrides)
 
+    def with_overrides(self, *overrides: str) -> Sources:
+        """The same with more settings on top."""
+        return Sources(files=self.files, overrides=(*self.overrides, *overrides))
+
     @property
     def words(self) -> str:
         """The options that lead to the same settings, as one types them; never a secret."""

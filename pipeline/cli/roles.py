@@ -56,7 +56,8 @@ exporter = _worker("exporter", "Serve metrics of the queues and of the whole run
 @click.option(
     "--exporter/--no-exporter", "has_exporter", default=True, show_default=True, help="Metrics of the queues."
 )
-def up(sources: Sources, num_generators: int, num_scorers: int, has_exporter: bool) -> int:
+@click.option("--autoscale", "is_autoscaled", is_flag=True, help="Choose the numbers by what the run needs.")
+def up(sources: Sources, num_generators: int, num_scorers: int, has_exporter: bool, is_autoscaled: bool) -> int:
     """Run the whole pipeline on this machine, supervised.
 
     Workers that fail are started again. It ends when the trainer is done; Ctrl-C drains, a second
@@ -72,6 +73,8 @@ def up(sources: Sources, num_generators: int, num_scorers: int, has_exporter: bo
     from pipeline.local.summary import summary_lines
 
     started = time.monotonic()
+    if is_autoscaled:
+        sources = sources.with_overrides("autoscale.enabled=true")
     config = sources.load()
     for warning in check_quickly(config).warnings:
         click.echo(f"warning: {warning}", err=True)

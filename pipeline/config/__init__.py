@@ -28,6 +28,7 @@ from pipeline.config.generation import (
 from pipeline.config.learning import EvaluationSettings, StalenessSettings, TrainerSettings
 from pipeline.config.run import (
     EMBEDDED,
+    AutoscaleSettings,
     CheckpointSettings,
     ExporterSettings,
     QueueSettings,
@@ -41,6 +42,7 @@ from pipeline.config.weights import WeightSettings
 __all__ = [
     "EMBEDDED",
     "AlgorithmSettings",
+    "AutoscaleSettings",
     "CheckpointSettings",
     "Config",
     "DataSettings",
@@ -83,6 +85,7 @@ class Config(Section):
     weights: WeightSettings = Field(default_factory=WeightSettings)
     checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
     worker: WorkerSettings = Field(default_factory=WorkerSettings)
+    autoscale: AutoscaleSettings = Field(default_factory=AutoscaleSettings)
     exporter: ExporterSettings = Field(default_factory=ExporterSettings)
     tracking: TrackingSettings = Field(default_factory=TrackingSettings)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, model_validator
 
-from pipeline.config.base import Count, Natural, Port, Seconds, Section
+from pipeline.config.base import Count, Fraction, Natural, Port, Seconds, Section
 
 EMBEDDED = "embedded"
 
@@ -79,6 +79,33 @@ class WorkerSettings(Section):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Less severe events are not written."
     )
+
+
+class AutoscaleSettings(Section):
+    """Numbers of workers that `rollstream up --autoscale` chooses."""
+
+    enabled: bool = Field(False, description="The same as `rollstream up --autoscale`.")
+    min_generators: Natural = Field(1, description="Never fewer.")
+    max_generators: Natural = Field(4, description="Never more: as many as this machine has room for.")
+    min_scorers: Natural = Field(1, description="Never fewer.")
+    max_scorers: Natural = Field(4, description="Never more.")
+    trainer_idle_high: Fraction = Field(
+        0.1, description="A trainer that waits for more of the time: more workers where groups wait for one."
+    )
+    trainer_idle_low: Fraction = Field(
+        0.03, description="One that waits for less: workers leave, one at a time; between the two nothing changes."
+    )
+    busy_target: Fraction = Field(0.8, description="A worker leaves only if the others are then no busier than this.")
+    window_s: Seconds = Field(30.0, description="What is decided from must have been so for this long.")
+    cool_down_s: Seconds = Field(60.0, description="After a change of numbers nothing changes for this long.")
+
+    @model_validator(mode="after")
+    def _low_is_below_high(self) -> AutoscaleSettings:
+        pairs = [(f"min_{role}", f"max_{role}") for role in ("generators", "scorers")]
+        for low, high in [*pairs, ("trainer_idle_low", "trainer_idle_high")]:
+            if getattr(self, low) > getattr(self, high):
+                raise ValueError(f"{low} = {getattr(self, low)} is above {high} = {getattr(self, high)}; exchange them")
+        return self
 
 
 class ExporterSettings(Section):

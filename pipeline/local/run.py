@@ -23,6 +23,7 @@ from pipeline.embedded import EmbeddedServer
 from pipeline.errors import ConfigError, RollstreamError, ServiceUnavailableError
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys
+from pipeline.local.autoscaler import Autoscaler
 from pipeline.local.crew import TRAINER, Crew, worker_spec, worker_specs
 from pipeline.local.first_contact import make_contact
 from pipeline.local.scaler import Scaler
@@ -148,16 +149,24 @@ class LocalRun:
             )
 
     async def _scale(self, supervisor: Supervisor, say: Callable[[str], None]) -> None:
-        """Carry out what `rollstream scale` asks for."""
+        """Carry out what `rollstream scale`, or the autoscaler, asks for."""
 
         def spec_of(role: str, index: int, number: int) -> WorkerSpec:
             crew = self._crew.with_number(role, number)
             return worker_spec(role, index, self.config, crew, self._command, self.config_file, os.environ)
 
         numbers = {role: self._crew.number_of(role) for role in SCALED_ROLES}
+        keys, scaler = Keys(self.config.run.name), Scaler(supervisor, numbers, spec_of, say)
         async with connect(self.config.redis, retries=0) as redis:
-            scaler = Scaler(supervisor, numbers, spec_of, say)
-            await scaler.run(Scaling(redis, Keys(self.config.run.name)))
+            scaling = Scaling(redis, keys)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(scaler.run(scaling))
+                    if self.config.autoscale.enabled:
+                        autoscaler = Autoscaler(self.config, lambda: scaler.numbers, say)
+                        group.create_task(autoscaler.run(redis, keys, scaling))
+            except* RollstreamError as errors:
+                say(f"the numbers of workers stay as they are: {errors.exceptions[0]}")
 
     async def ledger(self) -> Ledger | None:
         """Where all groups of the run are; None where its server does not say."""

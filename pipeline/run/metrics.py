@@ -113,6 +113,13 @@ RUN_METRICS: dict[Spec, Callable[[RunStatus], Values]] = {
     ): lambda status: [((), float(status.ledger_balances))],
     _gauge("workers", "workers", "Workers by role and state.", "lost: gone without a word.", "role", "state"): _workers,
     _gauge(
+        "workers_wanted",
+        "workers",
+        "Workers that the `up` of the run keeps, by role.",
+        "What `rollstream scale` or the autoscaler has asked for.",
+        "role",
+    ): lambda status: [((role,), number) for role, number in status.wanted_workers.items()],
+    _gauge(
         "run_weight_version", "version", "Newest weights of the run.", "Compare with those of the generators."
     ): lambda status: _optional(status.weight_version),
     _gauge("paused", "1 or 0", "Whether the run is paused.", "`rollstream resume` goes on."): lambda status: [

@@ -7,7 +7,7 @@ It changes nothing and needs no worker to answer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from redis.exceptions import ResponseError
@@ -18,6 +18,7 @@ from pipeline.queues.accounts import Accounts
 from pipeline.queues.ledger import Depth, Ledger
 from pipeline.roster import WorkerInfo
 from pipeline.run.limits import Limit, limiting_stage
+from pipeline.scaling import Scaling
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -36,6 +37,7 @@ class RunStatus:
     trainer has it. tokens_per_s (trained) and generated_tokens_per_s (sum over generators): over the
     last minute. streams: by name, in order of flow. ledger: where all groups went; ledger_balances:
     whether it adds up. workers: lost ones included. limit: what holds the run back.
+    wanted_workers: by role, what an `up` that answers `rollstream scale` keeps here; empty without one.
     redis_memory_bytes, redis_memory_max_bytes (0: no bound): None where the server does not tell.
     """
 
@@ -60,6 +62,7 @@ class RunStatus:
     limit: Limit
     redis_memory_bytes: int | None
     redis_memory_max_bytes: int | None
+    wanted_workers: Mapping[str, int] = field(default_factory=dict)
 
 
 async def collect(redis: Redis, keys: Keys) -> RunStatus:
@@ -99,6 +102,7 @@ async def collect(redis: Redis, keys: Keys) -> RunStatus:
         limit=limiting_stage(streams, workers, facts, await accounts.last_death() if ledger.dead else None),
         redis_memory_bytes=memory.get("used_memory"),
         redis_memory_max_bytes=memory.get("maxmemory"),
+        wanted_workers=await Scaling(redis, keys).kept(),
     )
 
 

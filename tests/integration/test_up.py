@@ -253,6 +253,29 @@ async def test_workers_come_and_go_as_another_shell_asks(up: Callable[..., Up]) 
     assert (ledger.dead, ledger.num_dropped) == (0, 0)
 
 
+def test_an_autoscaled_run_gets_generators_while_the_trainer_starves_and_gives_back_those_it_does_not_need(
+    up: Callable[..., Up],
+) -> None:
+    # A generator makes one group after another, each in 0.2 s; the trainer takes four in a third of a second.
+    settings = (
+        "generation.max_num_seqs=2",
+        "generation.scripted.tokens_per_s=40",
+        "trainer.scripted_step_s=0.33",
+        "staleness.max_staleness=4",
+        "autoscale.max_generators=6",
+        "autoscale.window_s=3",
+        "autoscale.cool_down_s=1",
+    )
+    one = up("a", "--no-exporter", "--autoscale", *(word for setting in settings for word in ("--set", setting)))
+    until(lambda: "autoscale: 1 -> 2 generators: the trainer waited " in one.log.read_text(), "a second generator")
+    until(lambda: "generator-2 is " not in one.log.read_text() and "generator-2 |" in one.log.read_text(), "its start")
+    assert ask(one, "scale", "generators=6").returncode == 0
+    until(lambda: "autoscale: 6 -> 5 generators: the trainer did not wait " in one.log.read_text(), "one to leave")
+    until(lambda: "generator-6 is done" in one.log.read_text(), "its end")
+    one.process.send_signal(signal.SIGTERM)
+    assert one.process.wait(DEADLINE_S) == 0, one.log.read_text()
+
+
 def test_an_up_that_is_done_sums_up_and_does_not_look_like_one_that_was_ended(up: Callable[..., Up]) -> None:
     one = up("a", "--no-exporter", "--set", "trainer.max_steps=3", "--set", "data.eval_path='held-out.jsonl'")
     (one.directory / "held-out.jsonl").write_text('{"prompt": "first"}\n')

@@ -1,0 +1,95 @@
+"""Watches a run and asks for other numbers of workers when `pipeline.local.autoscale` says so.
+
+In: what Redis holds of the run, every second. Out: requests as `rollstream scale` makes them, and a
+line with the reason. After each change it watches anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from pipeline.config import Config
+from pipeline.fleet import Fleet
+from pipeline.keys import Keys
+from pipeline.local.autoscale import SOURCES, Sample, decide, signals_of
+from pipeline.local.crew import TRAINER
+from pipeline.queues.accounts import Accounts
+from pipeline.roster import WorkerInfo
+from pipeline.scaling import GENERATOR, SCORER, Scaling
+
+_SAMPLES = 10  # in a window
+
+
+class Autoscaler:
+    """For one `up`. numbers: how many workers it keeps, by role; empty while another `up` answers for the run."""
+
+    def __init__(self, config: Config, numbers: Callable[[], dict[str, int]], say: Callable[[str], None]) -> None:
+        self._settings = config.autoscale
+        self._slots = {
+            GENERATOR: max(1.0, config.generation.max_num_seqs / config.generation.group_size),
+            SCORER: float(config.scoring.num_processes),
+        }
+        self._numbers = numbers
+        self._say = say
+        self._samples: deque[Sample] = deque()
+        self._seen: dict[str, int] = {}
+        self._changed_at = time.monotonic() - self._settings.cool_down_s
+
+    async def run(self, redis: Redis, keys: Keys, scaling: Scaling) -> None:
+        """Watch until cancelled."""
+        fleet, accounts = Fleet(redis, keys), Accounts(redis, keys, consumer="autoscaler")
+        while True:
+            # Nothing is decided while the server is away.
+            with contextlib.suppress(RedisError, OSError):
+                await self._look(fleet, accounts, scaling)
+            await asyncio.sleep(self._settings.window_s / _SAMPLES)
+
+    async def _look(self, fleet: Fleet, accounts: Accounts, scaling: Scaling) -> None:
+        numbers = self._numbers()
+        if numbers != self._seen:
+            self._samples.clear()
+            if self._seen:
+                self._changed_at = time.monotonic()
+            self._seen = numbers
+        if not numbers:
+            return
+        workers, depths = [worker for worker in await fleet.workers() if worker.is_alive], await accounts.depths()
+        now = time.monotonic()
+        age_s, trainer, idle_s = _trainer(workers)
+        self._samples.append(
+            Sample(
+                at=now - age_s,
+                trainer=trainer,
+                idle_s=idle_s,
+                waiting={role: depths[stream].backlog for role, stream in SOURCES.items()},
+                in_work={role: depths[stream].pending for role, stream in SOURCES.items()},
+                num_ready={role: _number(workers, role, ready=True) for role in SOURCES},
+                num_workers={role: _number(workers, role) for role in SOURCES},
+            )
+        )
+        while len(self._samples) > 2 and self._samples[-1].at - self._samples[1].at >= self._settings.window_s:
+            self._samples.popleft()
+        signals = signals_of(self._samples, numbers, self._slots, since_change_s=now - self._changed_at)
+        for decision in decide(signals, self._settings):
+            self._say(f"autoscale: {numbers[decision.role]} -> {decision.number} {decision.role}s: {decision.reason}")
+            await scaling.ask({decision.role: decision.number})
+
+
+def _trainer(workers: Sequence[WorkerInfo]) -> tuple[float, str, float | None]:
+    """How old the trainer's last word is, who it is, and the seconds it has waited, the wait of now included."""
+    trainer = next((worker for worker in workers if worker.role == TRAINER and worker.status.get("step")), None)
+    if trainer is None:
+        return 0.0, "", None
+    said = [trainer.status.get(name) for name in ("idle_s", "waited_s")]
+    return trainer.age_s, trainer.worker_id, float(sum(value for value in said if isinstance(value, (int, float))))
+
+
+def _number(workers: Sequence[WorkerInfo], role: str, *, ready: bool = False) -> int:
+    return sum(worker.role == role and (not ready or bool(worker.status.get("ready"))) for worker in workers)
