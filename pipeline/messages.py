@@ -230,12 +230,17 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardResult:
-    """One reward function on one completion. value: None unless outcome is OK. problem: why it failed, if it did."""
+    """One reward function on one completion.
+
+    value: None unless outcome is OK, and where it judged tokens instead. problem: why it failed, if it
+    did. token_values: [T], None where no step ends; they are summed up in the score and do not travel.
+    """
 
     name: str
     value: float | None
     outcome: Outcome
     problem: str = ""
+    token_values: tuple[float | None, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -243,7 +248,8 @@ class Score:
     """Rewards of one completion.
 
     reward: weighted sum, None where no function applied. parts: each function's own value.
-    token_rewards: [T] or None. teacher_logprobs: [T] or None.
+    token_rewards: [T] weighted sum, NaN where no step ends; None where no function judged tokens.
+    teacher_logprobs: [T] or None.
     """
 
     reward: float | None

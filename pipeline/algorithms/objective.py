@@ -104,12 +104,7 @@ def evaluate(algorithm: Algorithm, inputs: TokenInputs) -> Objective:
     )
     losses = correction.weights * policy.losses
     log_ratios = current - generator
-    stats = {
-        **correction.stats,
-        **policy.stats,
-        "importance_ratio": log_ratios.exp(),
-        "mismatch_kl": k3(log_ratios),
-    }
+    stats = {**correction.stats, **policy.stats, "importance_ratio": log_ratios.exp(), "mismatch_kl": k3(log_ratios)}
     if inputs.ref_logprobs is not None:
         divergence = algorithm.divergence(_finite(inputs.ref_logprobs) - trainer)
         stats["kl"] = divergence.detach()

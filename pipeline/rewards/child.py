@@ -109,7 +109,7 @@ def _answer(function: RewardFunction, frame: frames.Frame, runner: asyncio.Runne
         returned = function(**_passed(function, arguments))
         if inspect.isawaitable(returned):
             returned = runner.run(_awaited(returned))
-        return {"values": _values(returned, len(frame["texts"]))}
+        return {"values": _values(returned, [len(ids) for ids in arguments["completion_ids"]])}
     except (BadReturnError, MissingColumnError) as error:
         return {"error": str(error), "detail": "", "is_useless": True}
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever user code raises is an answer
@@ -152,7 +152,9 @@ def _unpacked(packed: bytes) -> list[int]:
     return ids.tolist()
 
 
-def _values(returned: object, num_completions: int) -> list[object]:
+def _values(returned: object, lengths: Sequence[int]) -> list[object]:
+    """lengths: tokens of each completion."""
+    num_completions = len(lengths)
     if not _is_list_like(returned):
         raise BadReturnError(
             f"returned {type(returned).__name__}; expected a list of {num_completions} numbers or None"
@@ -160,7 +162,22 @@ def _values(returned: object, num_completions: int) -> list[object]:
     items: list[object] = list(returned)  # type: ignore[call-overload]
     if len(items) != num_completions:
         raise BadReturnError(f"returned {len(items)} values for {num_completions} completions; expected one for each")
-    return [_value(item) for item in items]
+    return [
+        _of_tokens(item, length) if isinstance(item, list | tuple) else _value(item)
+        for item, length in zip(items, lengths, strict=True)
+    ]
+
+
+def _of_tokens(items: Sequence[object], length: int) -> object:
+    """Rewards of single tokens, or what is wrong with them."""
+    if len(items) != length:
+        return {
+            "error": f"returned {len(items)} values for the {length} tokens of a completion; "
+            "expected one for each of its completion_ids, None where no step ends"
+        }
+    values = [_value(item) for item in items]
+    wrong = next((value for value in values if isinstance(value, dict)), None)
+    return {"tokens": values} if wrong is None else wrong
 
 
 def _is_list_like(returned: object) -> bool:

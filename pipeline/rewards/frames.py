@@ -6,7 +6,8 @@ because every child process pays for it.
     scorer -> child   {number, rewards: [{function, kwargs}], rows: [...], path: [...]}    once
     child  -> scorer  {number, ready: true} or {number, error: text}
     scorer -> child   {number, reward: index, prompt, texts, token_ids, columns}
-    child  -> scorer  {number, values: [number, None or {error: text}]} or {number, error: text, detail: traceback}
+    child  -> scorer  {number, values: [number, None, {tokens: [number or None]} or {error: text}]}
+                      or {number, error: text, detail: traceback}
 
     `is_useless` beside an error: no other group would fare better.
 

@@ -160,7 +160,7 @@ class RewardPool:
 
         A list of one value is right for one completion, as evaluation has them, and shows nothing.
         """
-        wrong = [value["error"] for value in reply.get("values", ()) if isinstance(value, dict)]
+        wrong = [value["error"] for value in reply.get("values", ()) if isinstance(value, dict) and "error" in value]
         is_useless = "is_useless" in reply or 0 < len(wrong) == len(reply.get("values", ()))
         stats = self.stats[reward.name]
         stats.useless += is_useless
@@ -238,6 +238,8 @@ class RewardPool:
 def _result(reward: Reward, value: Any) -> RewardResult:
     if value is None:
         return RewardResult(name=reward.name, value=None, outcome=Outcome.NONE)
+    if isinstance(value, dict) and "tokens" in value:
+        return RewardResult(name=reward.name, value=None, outcome=Outcome.OK, token_values=tuple(value["tokens"]))
     if isinstance(value, dict):
         problem = value["error"][:_MAX_PROBLEM_CHARS]
         return RewardResult(name=reward.name, value=None, outcome=Outcome.ERROR, problem=problem)

@@ -61,6 +61,7 @@ class Row:
     loss_mask: Sequence[int] | None = None
     sampling_mask: SamplingMask | None = None
     routed_experts: RoutedExperts | None = None
+    token_rewards: Sequence[float] | None = None
 
 
 def make_group(
@@ -87,7 +88,12 @@ def make_group(
         is_evaluation=is_evaluation,
     )
     rollout = RolloutGroup(prompt=prompt_group, completions=tuple(_completion(row) for row in rows), generator="g")
-    return ScoredGroup(rollout=rollout, scores=tuple(Score(reward=row.reward) for row in rows), scorer="s")
+    return ScoredGroup(rollout=rollout, scores=tuple(_score(row) for row in rows), scorer="s")
+
+
+def _score(row: Row) -> Score:
+    tokens = None if row.token_rewards is None else np.array(row.token_rewards, dtype=np.float32)
+    return Score(reward=row.reward, token_rewards=tokens)
 
 
 def _completion(row: Row) -> Completion:

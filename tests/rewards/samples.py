@@ -173,6 +173,17 @@ def returns_what_is_asked(prompts: Any, completions: list[str], what: list[Any],
     return [1.0, *[values[what[0]]] * (len(completions) - 1)]
 
 
+def judges_tokens(
+    prompts: Any, completions: list[str], completion_ids: list[list[int]], what: list[Any], **columns: Any
+) -> list[Any]:
+    """Every second token ends a step, worth its place; or something that is wrong."""
+    if what[0] == "short":
+        return [[0.5] * (len(ids) - 1) for ids in completion_ids]
+    if what[0] == "text":
+        return [["good"] * len(ids) for ids in completion_ids]
+    return [[float(index) if index % 2 else None for index in range(len(ids))] for ids in completion_ids]
+
+
 def sees(
     prompts: Any, completions: Any, completion_ids: list[list[int]], seen: list[Any], **columns: Any
 ) -> list[float]:
