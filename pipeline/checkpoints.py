@@ -16,7 +16,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
 import re
 import shutil
 import time
@@ -28,6 +27,7 @@ from typing import Any, Protocol, cast
 import structlog
 
 from pipeline.config import CheckpointSettings
+from pipeline.disk import sync
 from pipeline.errors import CheckpointError, DiskFullError
 from pipeline.messages import Json
 
@@ -159,7 +159,7 @@ class Checkpoints:
             shutil.rmtree(replaced, ignore_errors=True)
             path.rename(replaced)
         aside.rename(path)
-        _sync(self._dir)
+        sync(self._dir)
         shutil.rmtree(replaced, ignore_errors=True)
         return path
 
@@ -232,7 +232,7 @@ def _write_tensors(path: Path, state: Mapping[str, object]) -> None:
 def _write_marker(aside: Path, step: int, *, sequence: int, saved_at: float) -> None:
     files = list(_files(aside))
     for file in files:
-        _sync(file)
+        sync(file)
     marker = {
         "step": step,
         "sequence": sequence,
@@ -240,21 +240,13 @@ def _write_marker(aside: Path, step: int, *, sequence: int, saved_at: float) -> 
         "files": {file.relative_to(aside).as_posix(): file.stat().st_size for file in files},
     }
     (aside / "COMPLETE").write_text(json.dumps(marker, indent=1), encoding="utf-8")
-    _sync(aside / "COMPLETE")
+    sync(aside / "COMPLETE")
     for directory in [aside, *(path for path in aside.rglob("*") if path.is_dir())]:
-        _sync(directory)
+        sync(directory)
 
 
 def _files(directory: Path) -> Iterator[Path]:
     return (path for path in sorted(directory.rglob("*")) if path.is_file())
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _require_plain(value: object, where: str) -> None:

@@ -55,7 +55,7 @@ class Collector:
     in its turn instead of growing stale behind younger ones.
 
     on_evaluation: receives the groups that are not for training. on_dead: is told of each group
-    that was set aside, and why.
+    that was set aside, and why. on_drop: is told of groups that are about to be dropped, and why.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Collector:
         algorithm: AlgorithmSettings,
         on_evaluation: Callable[[ScoredGroup], None],
         on_dead: Callable[[Lease, str], None],
+        on_drop: Callable[[Sequence[str], DropReason], None],
     ) -> None:
         self._streams = streams
         self._keeper = keeper
@@ -81,6 +82,7 @@ class Collector:
         self._algorithm = algorithm
         self._on_evaluation = on_evaluation
         self._on_dead = on_dead
+        self._on_drop = on_drop
         self._held: list[HeldGroup] = []
         self._num_in_step = 0
         self._changed = asyncio.Event()
@@ -199,6 +201,7 @@ class Collector:
             again = dropped if self._staleness.requeue and reason is DropReason.STALE else []
             refeed = self._feeder.again([held.group.rollout.prompt for held in again], version=version)
             leases = [held.lease for held in dropped]
+            self._on_drop([lease.group_id for lease in leases], reason)
             self.dropped[reason] += await self._streams.drop(leases, reason, refeed=refeed)
             self.dropped_tokens[reason] += sum(held.num_tokens for held in dropped)
             self._keeper.drop(leases)

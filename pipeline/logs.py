@@ -6,6 +6,7 @@ warning or above comes the same way. Passwords in URLs are masked whoever wrote 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -40,12 +41,30 @@ def configure(settings: WorkerSettings, role: str, worker: str, *, stream: TextI
             *_renderer(settings, role, worker, out),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(settings.log_level),
-        logger_factory=structlog.WriteLoggerFactory(file=out),
+        logger_factory=structlog.WriteLoggerFactory(file=cast("TextIO", _Unfailing(out))),
         cache_logger_on_first_use=False,
     )
     root = logging.getLogger()
     root.handlers = [_Libraries()]
     root.setLevel(logging.WARNING)
+
+
+class _Unfailing:
+    """A stream whose disk may be full, or whose reader gone, without ending the worker that writes to it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write; what cannot be written is lost."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Hand over what is buffered."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 def get_logger() -> BoundLogger:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 
 import pytest
 from pydantic import SecretStr
@@ -120,3 +121,12 @@ def test_masking_takes_all_of_a_password_and_nothing_else() -> None:
     assert masked("redis://user:p@ss@host") == "redis://***@host"
     text = "a@b.c, redis://host:6379/0, http://h/x?mail=a@b"
     assert masked(text) == text
+
+
+def test_a_log_whose_disk_is_full_ends_nobody() -> None:
+    with open("/dev/full", "w", buffering=1, encoding="utf-8") as full:
+        configure(WorkerSettings(log_format="json"), "scorer", "scorer-a", stream=full)
+        get_logger().info("step", step=1)
+        get_logger().error("worker_failed", error="what for")
+        # What is still in the buffer would fail once more when the file is closed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), full.fileno())

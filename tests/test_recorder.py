@@ -163,3 +163,12 @@ def test_the_learning_curve_is_a_png(tmp_path: Path) -> None:
     picture = plot_curve(tmp_path, tmp_path / "deep" / "curve.png")
     assert picture is not None
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_dropped_group_is_named_with_the_reason(tmp_path: Path) -> None:
+    recorder(tmp_path).dropped(7, ["00000001", "00000002"], "unscored")
+    lines = [json.loads(line) for line in (tmp_path / "dropped.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["group_id"], line["reason"]) for line in lines] == [
+        (7, "00000001", "unscored"),
+        (7, "00000002", "unscored"),
+    ]

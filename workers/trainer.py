@@ -68,6 +68,7 @@ class Trainer:
             algorithm=config.algorithm,
             on_evaluation=self._evaluator.receive,
             on_dead=self._progress.dead_letter,
+            on_drop=lambda ids, reason: self._progress.drop(self._state.step, ids, reason),
         )
         self._state = TrainerState(step=0, version=0, cursor=0)
         self._slots_freed = asyncio.Event()

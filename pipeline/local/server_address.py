@@ -14,6 +14,7 @@ import psutil
 from pydantic import SecretStr
 
 from pipeline.config import Config
+from pipeline.disk import write_whole
 from pipeline.errors import ConfigError
 
 _FILE = "server.json"
@@ -21,11 +22,7 @@ _FILE = "server.json"
 
 def announce_server(run_dir: Path, url: str) -> None:
     """Say where the server is that this process has started."""
-    file = run_dir / _FILE
-    aside = file.with_suffix(f".{os.getpid()}")
-    aside.touch(mode=0o600)
-    aside.write_text(json.dumps({"url": url, "pid": os.getpid()}), encoding="utf-8")
-    aside.replace(file)
+    write_whole(run_dir / _FILE, json.dumps({"url": url, "pid": os.getpid()}), mode=0o600)
 
 
 def withdraw_server(run_dir: Path) -> None:

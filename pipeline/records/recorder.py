@@ -1,7 +1,7 @@
 """The run directory: what was measured at every step, and samples of what was said.
 
-In: metrics and scored groups. Out: `metrics.jsonl` and `samples.jsonl`, one JSON object a line,
-readable while the run goes on. A full disk costs records, which are counted, never the run. Steps
+In: metrics and scored groups. Out: `metrics.jsonl`, `samples.jsonl` and `dropped.jsonl`, one JSON object a
+line, readable while the run goes on. A full disk costs records, which are counted, never the run. Steps
 that a resumed run does again stand in `metrics.jsonl` once; what it lost is in `metrics_lost.jsonl`.
 """
 
@@ -17,11 +17,13 @@ from typing import Any, SupportsFloat, TypeAlias
 
 import structlog
 
+from pipeline.disk import write_whole
 from pipeline.json_values import plain_json
 from pipeline.messages import Completion, Json, Score, ScoredGroup
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+DROPPED_FILE = "dropped.jsonl"
 LOST_FILE = "metrics_lost.jsonl"
 _BLOCK_BYTES = 1 << 16
 _log = structlog.get_logger()
@@ -39,7 +41,7 @@ class Recorder:
         self._run_dir = run_dir
         self._role = role
         self._clock = clock
-        self._torn: set[str] = {METRICS_FILE, SAMPLES_FILE, LOST_FILE}
+        self._torn: set[str] = {METRICS_FILE, SAMPLES_FILE, DROPPED_FILE, LOST_FILE}
         self._is_failure_logged = False
         self.num_lost = 0
 
@@ -51,6 +53,10 @@ class Recorder:
         """One record for each group, with its completions and their rewards."""
         self._append(SAMPLES_FILE, [self._head(step) | _sample(group) for group in groups])
 
+    def dropped(self, step: int, group_ids: Iterable[str], reason: str) -> None:
+        """One record for each group that is about to be dropped."""
+        self._append(DROPPED_FILE, [self._head(step) | {"group_id": name, "reason": reason} for name in group_ids])
+
     def rewind(self, step: int) -> int:
         """The run goes on from `step`: what comes after it is done again. Returns how many records made way.
 
@@ -60,10 +66,8 @@ class Recorder:
         if not lost:
             return 0
         self._append(LOST_FILE, lost)
-        aside = self._run_dir / f".{METRICS_FILE}.writing"
         try:
-            aside.write_text(_text(kept), encoding="utf-8", errors="replace")
-            aside.replace(self._run_dir / METRICS_FILE)
+            write_whole(self._run_dir / METRICS_FILE, _text(kept))
         except OSError as error:
             self._log_once(METRICS_FILE, error)
         return len(lost)

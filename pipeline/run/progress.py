@@ -213,6 +213,10 @@ class Progress:
         self._context.log.warning("dead_letter", group_id=lease.group_id, reason=reason)
         self._context.metrics.dead_letters_total.labels(stage=lease.stream.value).inc()
 
+    def drop(self, step: int, group_ids: Sequence[str], reason: DropReason) -> None:
+        """Groups are about to be dropped while the step after `step` is being filled."""
+        self._recorder.dropped(step, group_ids, reason.value)
+
     def close(self) -> None:
         """Flush records and trackers."""
         self._recorder.close()

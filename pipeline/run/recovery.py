@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from pipeline.agreement import differences
 from pipeline.checkpoints import Checkpoint, Checkpoints
+from pipeline.disk import write_whole
 from pipeline.errors import CheckpointError, RunConflictError
 from pipeline.learner import Learner
 from pipeline.messages import Json, PromptGroup
@@ -60,6 +61,7 @@ class Recovery:
         self._context = context
         self._checkpoints = Checkpoints(context.config.run_dir / "checkpoints", context.config.checkpoint)
         self._identity_file = context.config.run_dir / IDENTITY_FILE
+        self._saved_step: int | None = None
 
     async def become_the_trainer(self) -> bool:
         """Wait until no other trainer holds the run; False when the worker drains before that.
@@ -113,10 +115,15 @@ class Recovery:
             "weight_version": max(version, self._last_version()),
             **more,
         }
-        self._identity_file.parent.mkdir(parents=True, exist_ok=True)
-        aside = self._identity_file.with_suffix(".writing")
-        aside.write_text(json.dumps(identity) + "\n", encoding="utf-8")
-        aside.replace(self._identity_file)
+        try:
+            write_whole(self._identity_file, json.dumps(identity) + "\n")
+        except OSError as error:
+            self._context.log.error(
+                "run_not_remembered",
+                file=str(self._identity_file),
+                reason=str(error),
+                consequence="run goes on; its newest version is known to Redis alone",
+            )
 
     async def conclude(self, version: int, ended: str | None) -> None:
         """Keep the accounts on disk, for when Redis is gone. ended: why the run is over; None when it may go on."""
@@ -147,6 +154,7 @@ class Recovery:
         state = TrainerState(step=0, version=0, cursor=fed)
         if checkpoint is not None:
             self._check_settings(checkpoint)
+            self._saved_step = checkpoint.step
             learner.load_state_dict(await asyncio.to_thread(checkpoint.learner_state))
             step, version, cursor = (_integer(checkpoint.state, name) for name in ("step", "version", "cursor"))
             state = TrainerState(step=step, version=version, cursor=max(fed, cursor))
@@ -189,9 +197,12 @@ class Recovery:
 
         Raises CheckpointError when it cannot be written and checkpoint.on_failure says to stop, or
         none comes after it. Otherwise the groups stay uncommitted until the next one. Raises
-        TrainerReplacedError, and writes nothing, when another trainer took the run over.
+        TrainerReplacedError, and writes nothing, when another trainer took the run over. One of this
+        step that is there already stays: it says which groups it commits.
         """
         context = self._context
+        if state.step == self._saved_step:
+            return state
         content: dict[str, Json] = {
             "step": state.step,
             "version": state.version,
@@ -210,6 +221,7 @@ class Recovery:
             context.metrics.checkpoint_failures_total.inc()
             context.log.error("checkpoint_failed", step=state.step, reason=str(error))
             return state
+        self._saved_step = state.step
         await context.streams.commit(state.uncommitted)
         context.metrics.checkpoint_seconds.observe(time.monotonic() - started)
         context.metrics.checkpoint_step.set(state.step)

@@ -71,11 +71,14 @@ class Run:
 
     # Processes
 
-    def start(self, role: str, *extra: str, may_fail: bool = False) -> Worker:
-        """Start one worker; extra: settings of its own. may_fail: it is meant to end with an error."""
+    def start(self, role: str, *extra: str, may_fail: bool = False, skew_s: float = 0.0) -> Worker:
+        """Start one worker; extra: settings of its own. may_fail: it is meant to end with an error.
+
+        skew_s: how far its clock is ahead.
+        """
         log = self.directory / f"{self.config.run.name}-{len(self.workers)}-{role}.log"
         words = [word for item in [*self.overrides, *extra] for word in ("--set", item)]
-        self.workers.append(start_process([role, *words], log, may_fail=may_fail))
+        self.workers.append(start_process([role, *words], log, may_fail=may_fail, skew_s=skew_s))
         return self.workers[-1]
 
     def start_all(self, *, generators: int = 1, scorers: int = 1) -> Worker:

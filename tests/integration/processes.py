@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -89,24 +90,34 @@ class Worker:
         self.process.join()
 
 
-def start_process(words: Sequence[str], log: Path, *, may_fail: bool = False) -> Worker:
-    """Run `rollstream WORDS`, the first of which is a role or another command, with its output in `log`."""
-    process = _forks().Process(target=_be, args=([*words], log), daemon=True)
+def start_process(words: Sequence[str], log: Path, *, may_fail: bool = False, skew_s: float = 0.0) -> Worker:
+    """Run `rollstream WORDS`, the first of which is a role or another command, with its output in `log`.
+
+    skew_s: how far its clock is ahead of everyone else's.
+    """
+    process = _forks().Process(target=_be, args=([*words], log, skew_s), daemon=True)
     process.start()
     return Worker(words[0], process, log, may_fail)
 
 
-def _be(words: list[str], log: Path) -> None:
+def _be(words: list[str], log: Path, skew_s: float) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for descriptor in (sys.stdout.fileno(), sys.stderr.fileno()):
         os.dup2(output, descriptor)
     os.close(output)
     os.chdir(ROOT)
+    if skew_s:
+        _skew_clock(skew_s)
     multiprocessing.current_process().daemon = False  # a worker may have processes of its own
     os.environ["ROLLSTREAM_PARENT_PID"] = str(os.getppid())
     from pipeline.cli import run
 
     sys.exit(run(words))
+
+
+def _skew_clock(seconds: float) -> None:
+    right = time.time
+    time.time = lambda: right() + seconds
 
 
 @functools.cache
