@@ -265,6 +265,23 @@ class Streams(Accounts):
             )
         return released
 
+    async def save_partials(self, leases: Sequence[Lease], partials: Mapping[str, bytes]) -> int:
+        """Keeps what was generated so far of these groups, for whoever takes them over; work on them goes on.
+
+        partials: group id -> what replaces what was kept of it before. Returns how many were still held.
+        """
+        saved = 0
+        for batch in _batches(leases, lambda lease: len(partials[lease.group_id])):
+            held = await self._scripts.call(
+                "save_partials",
+                _INDEX[Stream.PROMPTS],
+                _entry_ids(batch),
+                [lease.group_id for lease in batch],
+                payloads=[partials[lease.group_id] for lease in batch],
+            )
+            saved += sum(map(bool, held))
+        return saved
+
     async def release_all(self) -> int:
         """Gives back all that this consumer holds, also what it never saw; then it is gone.
 

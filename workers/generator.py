@@ -62,7 +62,8 @@ class GenerationWork:
         partial = await self._partials.take_up(prompt) if lease.has_partial else None
         await self._until_version(max(prompt.min_version, partial.newest_version if partial else 0))
         try:
-            completions = await self._engine.generate(prompt, partial)
+            with self._partials.in_work(lease, partial):
+                completions = await self._engine.generate(prompt, partial)
         except Interrupted as interrupted:
             raise HandBack("this worker drains", partial=self._partials.leave(interrupted.partial, partial)) from None
         rollout = RolloutGroup(
@@ -87,6 +88,10 @@ class GenerationWork:
         """When the worker drains, what is in flight is not waited for: others go on with it."""
         await self._context.draining.wait()
         await self._engine.interrupt()
+
+    async def save_as_it_goes(self) -> None:
+        """When the worker is killed, others go on with what it has saved. Never returns; cancel it."""
+        await self._partials.keep_saving(self._engine)
 
     def say_what_is_left(self) -> None:
         """For the log, when the worker has drained."""
@@ -254,9 +259,10 @@ async def generate(context: WorkerContext, engine: GenerationEngine, turn: Devic
         follower = group.create_task(WeightFollower(context, engine, work, alternation).run())
         alternating = group.create_task(alternation.run())
         stopper = group.create_task(work.stop_at_drain())
+        saver = group.create_task(work.save_as_it_goes())
         stage = Stage(context, source=Stream.PROMPTS, target=Stream.ROLLOUTS, work=work)
         await stage.run(may_claim=work.may_claim)
-        for task in (follower, alternating, stopper):
+        for task in (follower, alternating, stopper, saver):
             task.cancel()
         work.say_what_is_left()
 

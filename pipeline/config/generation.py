@@ -99,6 +99,11 @@ class GenerationSettings(Section):
         False,
         description="Send which experts each token went to (Qwen3-MoE, OLMoE), so that the trainer uses them too.",
     )
+    save_every_tokens: Natural = Field(
+        256,
+        description="What a generator has of a completion is saved whenever it has grown by so much, so that no more "
+        "is lost when it is killed; 0 saves only when it leaves.",
+    )
     max_num_seqs: Count = Field(64, description="Sequences decoded at once by one generator.")
     device: str = Field("auto", description='"auto" takes a GPU when there is one; else "cpu", "cuda:0".')
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(

@@ -60,6 +60,9 @@ class GenerationEngine(Protocol):
     async def interrupt(self) -> None:
         """Every group in flight, and every later one, ends with Interrupted instead of being completed."""
 
+    async def so_far(self) -> list[PartialGroup]:
+        """What there is at this moment of every group in flight, for the case that this process ends. All go on."""
+
     async def apply_weights(self, state: WeightState) -> float:
         """Replace the weights between two decode steps; sequences in flight go on.
 

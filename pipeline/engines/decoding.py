@@ -26,7 +26,7 @@ from pipeline.engines.rows import Bools, GroupTask, Rows
 from pipeline.engines.sampling import Draw, RowSampling, draw
 from pipeline.engines.stop_texts import before_stop, ends_in_stop_text
 from pipeline.errors import EngineError, WeightError
-from pipeline.messages import Completion, FinishReason, UnfinishedCompletion
+from pipeline.messages import Completion, FinishReason, PartialGroup, UnfinishedCompletion
 from pipeline.models.routing import RoutingRecorder
 from pipeline.models.weights import Staged, apply_staged
 
@@ -93,12 +93,20 @@ class Decoder:
 
     def interrupt(self) -> None:
         """Every group that is waiting or in flight ends with what there is of it."""
+        begun = self._begun()
+        self._discard(list(begun))
+        self._outcomes += [(task, Interrupted(task.left(drawn))) for task, drawn in begun.items()]
+
+    def so_far(self) -> list[PartialGroup]:
+        """What there is of every group that is waiting or in flight."""
+        return [task.left(drawn) for task, drawn in self._begun().items()]
+
+    def _begun(self) -> dict[GroupTask, dict[int, UnfinishedCompletion]]:
         begun: dict[GroupTask, dict[int, UnfinishedCompletion]] = {task: {} for task in self._waiting}
         for row in range(self._rows.num_rows):
             task, index = self._rows.member(row)
             begun.setdefault(task, {})[index] = self._rows.unfinished(row)
-        self._discard(list(begun))
-        self._outcomes += [(task, Interrupted(task.left(drawn))) for task, drawn in begun.items()]
+        return begun
 
     def take_outcomes(self) -> list[Outcome]:
         """Groups that ended since the last call."""

@@ -124,6 +124,10 @@ class OpenAiEngine:
         for task in self._completing:
             task.cancel()
 
+    async def so_far(self) -> list[PartialGroup]:
+        """Nothing: what a server sends of a completion counts when it has ended, with the versions that drew it."""
+        return []
+
     async def apply_weights(self, state: WeightState) -> float:
         """Check and copy while generation goes on, then replace on all servers at once; see the protocol.
 

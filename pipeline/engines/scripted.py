@@ -58,6 +58,7 @@ class _Group:
     partial: PartialGroup | None
     sequences: list[_Sequence] = field(default_factory=list)
     num_done: int = 0
+    drawn: list[tuple[TokenIds, Floats]] | None = None
 
     def begun(self, index: int) -> UnfinishedCompletion | None:
         """What another engine had of a completion."""
@@ -152,6 +153,10 @@ class ScriptedEngine:
                 group.done.set_exception(Interrupted(self._so_far(group)))
             self._forget(group)
 
+    async def so_far(self) -> list[PartialGroup]:
+        """What there is of the groups in flight."""
+        return [self._so_far(group) for group in self._groups]
+
     async def apply_weights(self, state: WeightState) -> float:
         """From now on tokens are this version's. Raises WeightError for an older version."""
         if self._version is not None and state.weight_version < self._version:
@@ -200,6 +205,8 @@ class ScriptedEngine:
 
     def _tokens(self, group: _Group) -> list[tuple[TokenIds, Floats]]:
         """Token ids and logprobs of every completion, whole; what was begun elsewhere stays as it is."""
+        if group.drawn is not None:
+            return group.drawn
         total = int(group.lengths.sum())
         token_ids = group.generator.integers(0, self._scripted.vocab_size, size=total, dtype=np.uint32)
         logprobs = -group.generator.standard_exponential(total, dtype=np.float32)
@@ -208,7 +215,8 @@ class ScriptedEngine:
             if (begun := group.begun(sequence.index)) is not None:
                 token_ids[start : start + len(begun)] = begun.token_ids
                 logprobs[start : start + len(begun)] = begun.generator_logprobs
-        return list(zip(np.split(token_ids, ends[:-1]), np.split(logprobs, ends[:-1]), strict=True))
+        group.drawn = list(zip(np.split(token_ids, ends[:-1]), np.split(logprobs, ends[:-1]), strict=True))
+        return group.drawn
 
     def _completions(self, group: _Group) -> tuple[Completion, ...]:
         return tuple(

@@ -117,6 +117,12 @@ class TransformersEngine:
         decoder, self._is_interrupted = self._running(), True
         self._send(decoder.interrupt)
 
+    async def so_far(self) -> list[PartialGroup]:
+        """What there is of the groups in flight, as of a moment between two steps."""
+        decoder, found = self._running(), list[PartialGroup]()
+        await self._in_thread(lambda: found.extend(decoder.so_far()))
+        return found
+
     async def apply_weights(self, state: WeightState) -> float:
         """Check everything while generation goes on, then copy between two steps; see the protocol."""
         self._running()

@@ -23,7 +23,7 @@ from pipeline.engines.vllm_adapters import Adapter, AdapterShelf
 from pipeline.engines.vllm_draws import Draws
 from pipeline.engines.vllm_model import ServedModel
 from pipeline.engines.vllm_options import engine_arguments, prepare_environment, require_installed
-from pipeline.engines.vllm_outputs import Draft, Segment, TokenCounter, all_of, drafts_of
+from pipeline.engines.vllm_outputs import Draft, Segment, TokenCounter, all_of, drafts_of, left_of
 from pipeline.engines.vllm_requests import completion_text, token_limit
 from pipeline.engines.vllm_start import draw_one_token, start_engine
 from pipeline.engines.vllm_updates import replace_weights, unless_dead
@@ -48,6 +48,16 @@ class _Sequence:
     is_moving: bool = False
 
 
+@dataclass(eq=False, slots=True)
+class _Group:
+    """A group in flight. sequences, tasks: of its completions that had not been finished elsewhere."""
+
+    prompt: PromptGroup
+    partial: PartialGroup | None
+    sequences: dict[int, _Sequence]
+    tasks: list[asyncio.Task[Completion | None]]
+
+
 class VllmEngine:
     """A `GenerationEngine` around vLLM's AsyncLLM."""
 
@@ -62,6 +72,7 @@ class VllmEngine:
         self._counter = TokenCounter()
         self._draws: Draws | None = None
         self._sequences: set[_Sequence] = set()
+        self._groups: set[_Group] = set()
         self._is_interrupted = False
         self._one_update = asyncio.Lock()
 
@@ -113,9 +124,12 @@ class VllmEngine:
             asyncio.create_task(self._complete(model, prompt, index, limit, sequence))
             for index, sequence in zip(drafts, sequences, strict=True)
         ]
+        group = _Group(prompt, partial, dict(zip(drafts, sequences, strict=True)), tasks)
+        self._groups.add(group)
         try:
             ended = await asyncio.gather(*tasks)
         finally:
+            self._groups.discard(group)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -128,6 +142,10 @@ class VllmEngine:
         while self._sequences:
             await self._abort_all(self._llm)
             await asyncio.sleep(_ASK_AGAIN_S)
+
+    async def so_far(self) -> list[PartialGroup]:
+        """What there is of the groups in flight, without a word to vLLM's processes."""
+        return [self._left_of(group) for group in self._groups]
 
     async def apply_weights(self, state: WeightState) -> float:
         """Check and copy while generation goes on, then replace between two steps; see the protocol.
@@ -191,6 +209,16 @@ class VllmEngine:
             version=self._version,
             adapter=sequence.adapter,
         )
+
+    def _left_of(self, group: _Group) -> PartialGroup:
+        assert self._draws is not None
+        drafts, ended = {}, []
+        for (index, sequence), task in zip(group.sequences.items(), group.tasks, strict=True):
+            is_ended = task.done() and not task.cancelled() and task.exception() is None
+            ended.append(task.result() if is_ended else None)
+            segment = None if is_ended else self._draws.so_far(group.prompt, sequence.request_id, sequence.adapter)
+            drafts[index] = sequence.draft.with_(segment)
+        return left_of(group.prompt, group.partial, drafts, ended)
 
     def _check_serving(self) -> ServedModel:
         if self._llm is None or self._model is None:

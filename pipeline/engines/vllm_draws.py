@@ -7,6 +7,7 @@ completion ends or the request is broken off.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from pipeline.engines.vllm_adapters import Adapter
@@ -60,6 +61,30 @@ class Draws:
             adapter_version=adapter.version if adapter else None,
             has_all_logprobs=self._reads_mask(prompt),
         )
+
+    def so_far(self, prompt: PromptGroup, request_id: str, adapter: Adapter | None) -> Segment | None:
+        """What a request has drawn until now, as vLLM's front end holds it; None where it holds nothing of it.
+
+        To look costs the engine nothing, where a stream of outputs would cost both sides for every step.
+        Versions are said of final outputs only, so they are taken from the same place.
+        """
+        processor = self.llm.output_processor
+        own_ids = processor.external_req_ids.get(request_id) or [request_id]
+        state = processor.request_states.get(own_ids[0])
+        if state is None or not state.detokenizer.output_token_ids:
+            return None
+        masks = [kept for chunk in state.sampling_mask_chunks for kept in chunk.to_nested_list()]
+        output = SimpleNamespace(
+            token_ids=list(state.detokenizer.output_token_ids),
+            logprobs=state.logprobs_processor.logprobs,
+            weight_versions=state._weight_version_spans(),
+            sampling_mask=SimpleNamespace(token_ids=masks) if masks else None,
+            finish_reason="abort",
+            stop_reason=None,
+            routed_experts=None,
+        )
+        version = adapter.version if adapter else None
+        return Segment.of(output, adapter_version=version, has_all_logprobs=self._reads_mask(prompt))
 
     def _sampling_params(self, prompt: PromptGroup, index: int, draft: Draft, limit: int) -> Any:
         from vllm import SamplingParams

@@ -117,6 +117,19 @@ class Draft:
         """Tokens of prompt and completion whose experts are known; the next segment begins with those after."""
         return sum(len(experts) for experts in self.experts)
 
+    def with_(self, segment: Segment | None) -> Draft:
+        """What it would be with another segment behind it; it stays as it is."""
+        copied = Draft(
+            num_prompt_tokens=self.num_prompt_tokens,
+            token_ids=[*self.token_ids],
+            logprobs=[*self.logprobs],
+            spans=[*self.spans],
+            kept_ids=[*self.kept_ids],
+        )
+        if segment is not None:
+            copied.append(segment)
+        return copied
+
     def append(self, segment: Segment) -> None:
         """Put the next segment behind what there is."""
         for version, first in segment.spans:
@@ -187,21 +200,29 @@ def all_of(
 
     Raises Interrupted where some have no end.
     """
-    finished = dict(partial.finished) if partial else {}
-    for index, completion in zip(drafts, ended, strict=True):
+    ended = list(ended)
+    for completion in ended:
         if isinstance(completion, Exception):
             raise completion
-        if isinstance(completion, Completion):
-            finished[index] = completion
-    if len(finished) == prompt.sampling.group_size:
-        return tuple(finished[index] for index in range(len(finished)))
+    left = left_of(prompt, partial, drafts, ended)
+    if len(left.finished) < prompt.sampling.group_size:
+        raise Interrupted(left)
+    return tuple(left.finished[index] for index in range(len(left.finished)))
+
+
+def left_of(
+    prompt: PromptGroup, partial: PartialGroup | None, drafts: Mapping[int, Draft], ended: Iterable[object]
+) -> PartialGroup:
+    """What there is of a group. ended: the completion that each draft has become, or anything else."""
+    finished = dict(partial.finished) if partial else {}
+    finished |= {index: item for index, item in zip(drafts, ended, strict=True) if isinstance(item, Completion)}
     # Which experts read a beginning is not carried along, so where that matters it is made anew.
     is_carried = not prompt.sampling.keep_routed_experts
     left = {
         index: draft for index, draft in drafts.items() if is_carried and draft.num_tokens and index not in finished
     }
     unfinished = {index: draft.unfinished() for index, draft in left.items()}
-    raise Interrupted(PartialGroup(prompt=prompt, finished=finished, unfinished=unfinished))
+    return PartialGroup(prompt=prompt, finished=finished, unfinished=unfinished)
 
 
 class TokenCounter:

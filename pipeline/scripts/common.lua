@@ -92,6 +92,11 @@ local function forget_partials(stream, ids)
   end
 end
 
+-- Whether there is something for the next holder of a group to go on from, who looks for it only then.
+local function is_begun(stream, group_id)
+  return stream == PROMPTS and redis.call('HEXISTS', PARTIALS, group_id or '') == 1
+end
+
 -- The attempt that an entry starts with; 1 where it says nothing sensible.
 local function first_attempt(value)
   local number = tonumber(value)
@@ -127,10 +132,10 @@ end
 
 -- Back to the end of its stream, for anyone, to be tried as the given attempt. A new entry wakes a
 -- waiting reader and shows in the consumer group's lag; a pending one would do neither.
--- has_partial: there is something for its next holder to go on from, who looks for it only then.
-local function give_back(stream, id, attempt, has_partial)
+local function give_back(stream, id, attempt)
   local flat, named = fields_of(stream, id)
   if flat then
+    local has_partial = is_begun(stream, named.group_id)
     local entry = {'XADD', stream, '*'}
     for i = 1, #flat, 2 do
       entry[#entry + 1] = flat[i]

@@ -11,7 +11,7 @@ for i, id in ipairs(ids) do
   if held[i] then
     if have_failed then forget_partials(stream, {id}) end
     if are_saved[i] then redis.call('HSET', PARTIALS, group_ids[i], ARGV[FIRST_PAYLOAD - 1 + i]) end
-    give_back(stream, id, attempts[i], are_saved[i])
+    give_back(stream, id, attempts[i])
     released = released + 1
   end
 end

@@ -29,6 +29,7 @@ class MortalServer:
         os.kill(self._pid, signal.SIGKILL)
         while not self._server.has_ended():  # noqa: ASYNC110  another process sets no event
             await asyncio.sleep(0.01)
+        self._server.stop()  # closes what is left of it here
 
     async def restart(self) -> None:
         """Returns when it answers again."""

@@ -33,13 +33,31 @@ async def interrupted(
         before = engine.num_tokens_generated
         while engine.num_tokens_generated < before + after:  # noqa: ASYNC110  its tokens are what is waited for
             await asyncio.sleep(0.001)
+        on_the_way = [decode(encode(partial), PartialGroup) for partial in await engine.so_far()]
         await engine.interrupt()
         results = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(result, Interrupted | tuple) for result in results), results
     left = [result.partial for result in results if isinstance(result, Interrupted)]
     assert left
     assert engine.num_unfinished_seqs == 0
+    by_group = {group.group_id: result for group, result in zip(groups, results, strict=True)}
+    for partial in on_the_way:
+        assert_on_the_way_to(partial, by_group[partial.prompt.group_id])
     return {partial.prompt.group_id: decode(encode(partial), PartialGroup) for partial in left}
+
+
+def assert_on_the_way_to(saved: PartialGroup, result: object) -> None:
+    """What was saved while its group went on is the beginning of what became of that, bit by bit."""
+    later = dict(enumerate(result)) if isinstance(result, tuple) else {}
+    if isinstance(result, Interrupted):
+        later = {**result.partial.unfinished, **result.partial.finished}
+    assert saved.num_tokens
+    for index, begun in [*saved.unfinished.items(), *saved.finished.items()]:
+        length = len(begun)
+        assert later[index].token_ids[:length].tobytes() == begun.token_ids.tobytes()
+        assert later[index].generator_logprobs[:length].tobytes() == begun.generator_logprobs.tobytes()
+        assert later[index].token_versions[:length].tolist() == begun.token_versions.tolist()
+        assert (later[index].sampling_mask is None) == (begun.sampling_mask is None)
 
 
 def assert_goes_on(partial: PartialGroup, completions: tuple[Completion, ...]) -> None:
@@ -140,6 +158,22 @@ async def scripted(version: int = 0, *, max_num_seqs: int = 64, tokens_per_s: fl
     engine = await started(tokens_per_s=tokens_per_s, length_mean=200, length_sigma=1.0, max_num_seqs=max_num_seqs)
     await engine.apply_weights(weights(version))
     return engine
+
+
+async def test_what_is_saved_while_a_group_goes_on_can_be_gone_on_from_elsewhere(make_engine: MakeEngine) -> None:
+    group = group_of([4, 5, 6], max_tokens=100, group_size=4, top_p=0.9, keep_sampling_mask=True)
+    first, second = await make_engine(), await make_engine()
+    task = asyncio.create_task(first.generate(group))
+    async with asyncio.timeout(20):
+        while first.num_tokens_generated < 40:  # noqa: ASYNC110  its tokens are what is waited for
+            await asyncio.sleep(0.001)
+        (saved,) = await first.so_far()
+    assert saved.unfinished
+    result, elsewhere = await task, await second.generate(group, decode(encode(saved), PartialGroup))
+    assert_goes_on(saved, elsewhere)
+    assert [item.token_ids.tolist() for item in elsewhere] == [item.token_ids.tolist() for item in result]
+    assert second.num_tokens_generated == first.num_tokens_generated - saved.num_tokens
+    assert await first.so_far() == []
 
 
 async def test_the_scripted_engine_goes_on_as_if_it_had_generated_the_beginning() -> None:

@@ -97,6 +97,11 @@ async def drained(run: Run, generator: Worker) -> dict[str, PartialGroup]:
     generator.signal(signal.SIGTERM)
     assert await run.until_exit(generator) == [0]
     assert time.monotonic() - asked_at < SOON_S
+    return await partials_of(run)
+
+
+async def partials_of(run: Run) -> dict[str, PartialGroup]:
+    """What is kept of groups that were begun."""
     found = await run.redis.hgetall(Keys(run.config.run.name).partials)  # type: ignore[misc]
     return {group_id.decode(): decode(payload, PartialGroup) for group_id, payload in found.items()}
 
@@ -154,10 +159,44 @@ async def test_a_drained_generator_is_gone_at_once_and_others_go_on_from_its_pre
         await assert_nothing_is_left(run, 2 * NUM_HELD)
 
 
-async def test_groups_of_a_killed_generator_are_generated_afresh(
+async def test_of_a_killed_generator_only_what_was_not_saved_yet_is_generated_again(
     tmp_path: Path, valkey_url: str, run_name: str
 ) -> None:
-    async with generating(tmp_path, valkey_url, run_name, num_groups=NUM_HELD) as (run, weights):
+    settings = "generation.save_every_tokens=16"
+    async with generating(tmp_path, valkey_url, run_name, settings, num_groups=NUM_HELD) as (run, weights):
+        killed = run.start("generator", SLOW)
+        await until_in_work(run, killed)
+
+        async def is_saved() -> bool:
+            saved = (await partials_of(run)).values()
+            return len(saved) == NUM_HELD and all(partial.num_tokens >= 32 * GROUP_SIZE for partial in saved)
+
+        await run.until(is_saved, "a second time at which all groups are saved")
+        killed.signal(signal.SIGSTOP)
+        left = await partials_of(run)
+        num_saved = sum(partial.num_tokens for partial in left.values())
+        killed.kill()
+        await weights.publish(1)
+        heir = run.start("generator", QUICK)
+        rollouts = await completed(run, NUM_HELD)
+        num_whole = 0
+        for group_id, partial in left.items():
+            assert_goes_on(partial, rollouts[group_id].completions)
+            for index, completion in enumerate(rollouts[group_id].completions):
+                num_whole += len(completion)
+                spans = [(span.weight_version, span.first_token) for span in completion.spans]
+                assert spans == [(0, 0), (1, len(partial.unfinished[index]))]
+        # Nothing of what had been saved was generated again.
+        assert await run.metric(heir, "rollstream_tokens_carried_total") == num_saved
+        assert await run.metric(heir, "rollstream_tokens_out_total") == num_whole - num_saved
+        await assert_nothing_is_left(run, NUM_HELD)
+
+
+async def test_a_generator_that_is_killed_before_it_has_saved_anything_leaves_nothing(
+    tmp_path: Path, valkey_url: str, run_name: str
+) -> None:
+    settings = "generation.save_every_tokens=0"
+    async with generating(tmp_path, valkey_url, run_name, settings, num_groups=NUM_HELD) as (run, weights):
         killed = run.start("generator", SLOW)
         await until_in_work(run, killed)
         killed.kill()

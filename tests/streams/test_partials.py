@@ -92,3 +92,27 @@ async def test_who_has_lost_a_group_leaves_nothing_of_it(worker: Worker, lapse: 
     assert await late.partial(kept.group_id) == b"kept"
     assert await _hand_over(other, taken) is Moved.MOVED
     assert await other.partial(kept.group_id) == b"kept"
+
+
+async def test_what_a_killed_worker_saved_is_found_by_whoever_takes_over(
+    worker: Worker, lapse: Callable[..., Awaitable[None]]
+) -> None:
+    killed, other = worker("killed"), worker("other")
+    await killed.feed(entries(2), limit=10)
+    leases = await killed.claim(Stream.PROMPTS, 2, block_s=0)
+    assert await killed.save_partials(leases, {lease.group_id: b"begun" for lease in leases}) == 2
+    assert await killed.save_partials(leases[:1], {leases[0].group_id: b"more"}) == 1
+    await lapse(*leases)
+    taken = await other.claim(Stream.PROMPTS, 2, block_s=0)
+    assert [(lease.group_id, lease.attempt, lease.has_partial) for lease in taken] == [
+        (lease.group_id, 2, True) for lease in leases
+    ]
+    assert [await other.partial(lease.group_id) for lease in taken] == [b"more", b"begun"]
+    # Who has lost them saves nothing any more, and who has them may hand them back without a word.
+    assert await killed.save_partials(leases, {lease.group_id: b"late" for lease in leases}) == 0
+    assert await other.release(taken) == 2
+    again = await other.claim(Stream.PROMPTS, 2, block_s=0)
+    assert [lease.has_partial for lease in again] == [True, True]
+    assert await other.partial(again[0].group_id) == b"more"
+    assert await other.release_all() == 2
+    assert [lease.has_partial for lease in await killed.claim(Stream.PROMPTS, 2, block_s=0)] == [True, True]

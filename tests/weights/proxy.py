@@ -24,24 +24,13 @@ class Proxy:
         self._cut_at = cut_at
         self._position = 0
         self._pumps: set[asyncio.Task[None]] = set()
-        self._is_stopped = False
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection."""
         task = asyncio.current_task()
         assert task is not None
-        if self._is_stopped:  # it was accepted before and is heard of after
-            writer.transport.abort()
-            return
         self._pumps.add(task)
         self.num_connections += 1
-        # Cancelled by `stop`, which waits for it: asyncio would report the cancellation as a failure.
-        with suppress(asyncio.CancelledError, OSError):
-            await self._join(reader, writer)
-        writer.transport.abort()
-        self._pumps.discard(task)
-
-    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there_reader, there_writer = await asyncio.open_connection(self._target.hostname, self._target.port)
         try:
             async with asyncio.TaskGroup() as group:
@@ -51,6 +40,8 @@ class Proxy:
             writer.transport.abort()
         finally:
             there_writer.transport.abort()
+            writer.transport.abort()
+            self._pumps.discard(task)
 
     async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, spoils: bool) -> None:
         while data := await source.read(65536):
@@ -72,12 +63,13 @@ class Proxy:
         return bytes(changed)
 
     async def stop(self) -> None:
-        """End all connections, and take no more."""
-        self._is_stopped = True
+        """End all connections."""
         pumps = list(self._pumps)
         for task in pumps:
             task.cancel()
-        await asyncio.gather(*pumps)
+        for task in pumps:
+            with suppress(asyncio.CancelledError):
+                await task
 
 
 @asynccontextmanager
