@@ -37,8 +37,8 @@ _GROUPS = (
 # What the trainer does besides: feed, drop, finish, commit; and its lock.
 _TRAINING = "get set del pttl hgetall hexists scard sadd sismember xinfo|groups xrevrange"
 _WATCHING = "get hgetall hlen scard xlen xrange xrevrange xpending xinfo|groups info"
-# What people do: peek, requeue, reset, and everything above.
-_OPERATING = "exists scan unlink"
+# What people do: peek, requeue, reset, scale, and everything above.
+_OPERATING = "exists scan unlink pexpire"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,9 @@ USERS = {
     ),
     "scorer": Access(keys=(*_STREAMS, *_FLEET), commands=f"{_CONNECTION} {_PRESENCE} {_GROUPS}"),
     "exporter": Access(
-        keys=(*_STREAMS, *_FLEET), reads=("trainer_lock",), commands=f"{_CONNECTION} hget hmget hset hdel {_WATCHING}"
+        keys=(*_STREAMS, *_FLEET),
+        reads=("trainer_lock", "crew"),
+        commands=f"{_CONNECTION} hget hmget hset hdel {_WATCHING}",
     ),
     "operator": Access(
         keys=("pattern",), commands=f"{_CONNECTION} {_PRESENCE} {_GROUPS} {_TRAINING} {_WATCHING} {_OPERATING}"

@@ -31,6 +31,7 @@ _SHOWN_S = 45
 # What a run with a learner that computes nothing has no values for, and a bound that the server does not have.
 NO_VALUES = {
     "overview/Memory of Redis/1",
+    "overview/Workers/1",  # no `up` runs there
     "training/Effective sample size/0",
     "training/Entropy and KL/0",
     "training/Entropy and KL/1",

@@ -172,9 +172,9 @@ _FLEET = Row(
     panels=(
         graph(
             "Workers",
-            "lost: gone without a word.",
+            "lost: gone without a word. wanted: what `up` keeps, as `rollstream scale` or the autoscaler asked.",
             Query(run_value("workers", RUN, "role", "state"), "{{role}} {{state}}"),
-            is_stacked=True,
+            Query(run_value("workers_wanted", RUN, "role"), "{{role}} wanted"),
         ),
         graph(
             "Longest silence",
