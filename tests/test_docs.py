@@ -34,6 +34,7 @@ OTHERS = {
     "redis-server",
     "valkey-server",
     "docker",
+    "kubectl",
     "prometheus",
     "promtool",
     "grafana",
