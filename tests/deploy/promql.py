@@ -31,6 +31,15 @@ def named(expression: str) -> set[str]:
     return set(_NAME.findall(expression))
 
 
+def made_of(expression: str) -> set[str]:
+    """Metrics that an expression is made of: behind recorded names, and without the endings of histograms."""
+    recorded = {rule["record"]: rule["expr"] for rule in rules("record")}
+    found: set[str] = set()
+    for name in named(expression):
+        found |= made_of(recorded[name]) if name in recorded else {re.sub(r"_(bucket|sum|count)$", "", name)}
+    return found
+
+
 def known() -> set[str]:
     """Series that workers and the exporter serve, and those that rules record."""
     names = {rule["record"] for rule in rules("record")}

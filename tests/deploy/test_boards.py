@@ -14,7 +14,7 @@ from deploy.grafana.build import DASHBOARDS as FOLDER
 from deploy.grafana.build import files
 from pipeline.run.metric_table import all_specs
 from tests.deploy.boards import DASHBOARDS, PanelQuery, filled, queries, read
-from tests.deploy.promql import DEPLOY, known, named, rules
+from tests.deploy.promql import DEPLOY, known, made_of, named, rules
 
 VARIABLES = {"run": "r", "role": ".*", "worker": ".*", "__rate_interval": "20s", "__interval": "5s"}
 # What no board shows: facts that are labels, and what is shown in another form.
@@ -44,8 +44,7 @@ def test_queries_are_about_series_that_exist(query: PanelQuery) -> None:
 
 
 def test_boards_show_every_metric() -> None:
-    shown = set(itertools.chain.from_iterable(named(query.expr) for query in queries()))
-    shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown} | shown
+    shown = set(itertools.chain.from_iterable(made_of(query.expr) for query in queries()))
     missing = {spec.name for spec, _ in all_specs()} - shown
     assert missing == NOT_SHOWN, "give it a panel in deploy/grafana/boards, or say here that it needs none"
 
@@ -89,9 +88,18 @@ def test_a_board_has_the_common_variables_links_and_marks(path: Path) -> None:
         assert named(filled(item["target"]["expr"], VARIABLES)) <= known()
 
 
-def test_alerts_link_to_boards_that_exist() -> None:
-    linked = {re.search(r"/d/([\w-]+)\?", rule["annotations"]["dashboard"])[1] for rule in rules("alert")}  # type: ignore[index]
-    assert linked <= {f"rollstream-{path.stem}" for path in DASHBOARDS}
+@pytest.mark.parametrize("alert", rules("alert"), ids=lambda alert: str(alert["alert"]))
+def test_an_alert_links_to_a_panel_that_shows_what_it_is_about(alert: dict[str, Any]) -> None:
+    link = re.search(r"/d/rollstream-(\w+)\?.*&viewPanel=(\d+)$", alert["annotations"]["dashboard"])
+    assert link is not None
+    panels = {str(panel["id"]): panel for panel in read(FOLDER / f"{link[1]}.json")["panels"]}
+    panel = panels[link[2]]
+    shown = set().union(*(made_of(target["expr"]) for target in panel.get("targets", ())))
+    about = made_of(alert["expr"])
+    if not about:  # whether a worker answers at all
+        assert panel["title"] == "Workers"
+    elif about != {"rollstream_ledger_balances"}:  # of which the ledger itself is shown
+        assert shown & about, f"{panel['title']} shows {sorted(shown)}"
 
 
 def provisioned(name: str) -> dict[str, Any]:

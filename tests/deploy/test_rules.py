@@ -73,7 +73,7 @@ def test_an_alert_says_what_is_wrong_of_which_run_and_where_to_look(rule: dict[s
     assert said["description"].endswith(".")
     assert rule["labels"]["severity"] in {"warning", "critical"}
     assert "/d/rollstream-" in said["dashboard"]
-    assert said["dashboard"].endswith("?var-run={{ $labels.run }}")
+    assert "?var-run={{ $labels.run }}&viewPanel=" in said["dashboard"]
 
 
 def test_every_alert_is_explained_where_one_begins_to_watch() -> None:

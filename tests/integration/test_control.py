@@ -39,6 +39,8 @@ async def test_a_paused_run_keeps_all_groups_and_goes_on_where_it_was(
         assert before.live > 0
         assert (await run.command("resume")).code == 0
         await run.until_steps(run.num_steps + 4)
+        for worker in run.workers[:3]:  # the trainer may have waited for groups all the time
+            assert await run.metric(worker, "rollstream_idle_seconds_total", cause="paused") > 0
         # Each was trained once, those included that the pause found on their way.
         assert set(run.times_trained.values()) == {1}
         assert len(run.times_trained) > before.fed

@@ -237,7 +237,7 @@ async def test_a_reward_that_hangs_for_some_prompts_holds_up_no_others(
     settings = (reward, "scoring.num_processes=2", "trainer.max_steps=100000")
     async with running(tmp_path, valkey_url, run_name, *SCRIPTED, *settings) as run:
         run.start_all()
-        _, scorer, _ = run.workers
+        _, scorer, trainer = run.workers
 
         async def two_rounds_of_hangs() -> bool:
             return (await run.ledger()).dropped.get("unscored", 0) >= 2 * run.config.scoring.num_processes
@@ -246,6 +246,10 @@ async def test_a_reward_that_hangs_for_some_prompts_holds_up_no_others(
         await run.until_trained((await run.ledger()).trained + 8)
         hung = await run.metric(scorer, "rollstream_reward_calls_total", outcome="timeout")
         assert hung >= 4 * (await run.ledger()).dropped["unscored"] > 0
+        long_calls = await run.metric(scorer, "rollstream_reward_seconds_count")
+        long_calls -= await run.metric(scorer, "rollstream_reward_seconds_bucket", le="0.25")
+        assert long_calls >= hung / 4
+        assert await run.metric(trainer, "rollstream_tokens_wasted_total", reason="unscored") > 0
         assert not any(sum(map(ord, sample["prompt"])) % 4 == 0 for sample in run.samples)
         await run.fleet.stop("the test is over")
         await run.until_over()

@@ -82,6 +82,8 @@ async def test_groups_of_killed_and_stalled_workers_are_taken_over_and_trained_o
         for worker in stalled:
             await run.until(partial(worker.events_named, "late_result_refused"), f"a late result of a {worker.role}")
             assert await run.metric(worker, "rollstream_refused_total") > 0
+        generator = stalled[0]
+        assert await run.metric(generator, "rollstream_tokens_wasted_total", reason="refused") > 0
         assert (await run.ledger()).refused >= refused + 2
         await run.until_over()
         ledger = await run.ledger()
