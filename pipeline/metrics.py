@@ -1,4 +1,4 @@
-"""Every metric of a worker, declared once; those of the weight channel in `pipeline.weight_metrics`.
+"""Every metric of a worker, declared once; `pipeline.weight_metrics` and `pipeline.learning_metrics` have their own.
 
 In: a worker's name. Out: its instruments, one attribute each, on a registry of its own. Each
 declaration says unit, meaning and how to read it: the table in docs/operations.md is made from
@@ -26,6 +26,7 @@ from pipeline.instruments import (
     late_gauge,
 )
 from pipeline.keys import Stream
+from pipeline.learning_metrics import LearningMetrics
 from pipeline.queues.ledger import DropReason
 from pipeline.weight_metrics import WeightMetrics
 
@@ -40,7 +41,7 @@ VERSIONS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 REWARDS = (-10, -5, -2, -1, -0.5, -0.1, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1, 2, 5, 10)
 
 
-class Metrics(WeightMetrics):
+class Metrics(LearningMetrics, WeightMetrics):
     """Instruments of one worker."""
 
     worker_info = info(
@@ -215,55 +216,6 @@ class Metrics(WeightMetrics):
         "The latency of the whole loop.",
         buckets=SECONDS,
         roles=_TRAINER,
-    )
-    loss = late_gauge("loss", "Loss of the last step.", "Says little by itself in policy gradients.", roles=_TRAINER)
-    grad_norm = late_gauge("norm", "Gradient norm before clipping.", "Spikes go before collapse.", roles=_TRAINER)
-    learning_rate = late_gauge("rate", "Of the last step.", "As the schedule says.", roles=_TRAINER)
-    entropy = late_gauge(
-        "nats", "Mean over the last step's tokens.", "Near 0 the policy explores no more.", roles=_TRAINER
-    )
-    kl = late_gauge("nats", "Divergence from the initial policy; 0 without kl_coef.", "Grows slowly.", roles=_TRAINER)
-    effective_sample_size = late_gauge(
-        "ratio",
-        "Share of the tokens that the importance weights leave, 0 to 1.",
-        "Below 0.5: half of what was generated counts for nothing.",
-        roles=_TRAINER,
-    )
-    completion_length_mean = late_gauge(
-        "tokens", "Mean length of the last step's completions.", "No drift that rewards do not explain.", roles=_TRAINER
-    )
-    zero_variance_groups_total = counter(
-        "groups", "Trained groups whose rewards are all equal.", "They teach nothing; less than half.", roles=_TRAINER
-    )
-    importance_ratio_mean = late_gauge(
-        "ratio", "Mean importance ratio of the last step.", "Far from 1: off-policy.", roles=_TRAINER
-    )
-    mismatch_kl = late_gauge(
-        "nats", "Divergence of generator and trainer at the same token.", "Above 0.1: find out why.", roles=_TRAINER
-    )
-    mismatch_kl_fresh = late_gauge(
-        "nats", "The same over tokens of the trainer's own version.", "Above 0.01: the engines differ.", roles=_TRAINER
-    )
-    mismatch_kl_stale = late_gauge(
-        "nats", "The same over tokens of older versions.", "Grows with age and learning rate.", roles=_TRAINER
-    )
-    truncated_fraction = late_gauge(
-        "ratio", "Share of tokens whose importance weight was cut.", "What is cut is bias: below 0.05.", roles=_TRAINER
-    )
-    masked_fraction = late_gauge(
-        "ratio", "Share of tokens that the correction masked.", "Wasted generation: below 0.05.", roles=_TRAINER
-    )
-    clip_fraction = late_gauge(
-        "ratio", "Share of tokens that were clipped.", "High: steps are too large or data too old.", roles=_TRAINER
-    )
-    skipped_steps_total = counter(
-        "steps", "Steps whose update was not finite, or empty.", "Should stay at 0.", roles=_TRAINER
-    )
-    nonfinite_tokens_total = counter(
-        "tokens", "Tokens masked for a value that is not finite.", "Should stay at 0.", roles=_TRAINER
-    )
-    masked_tokens_total = counter(
-        "tokens", "Tokens kept out of the loss for their age.", "Wasted generation.", roles=_TRAINER
     )
     prompts_skipped_total = counter(
         "prompts", "Prompts longer than the context leaves.", "Shorten or filter them.", roles=_TRAINER

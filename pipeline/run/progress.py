@@ -162,6 +162,7 @@ class Progress:
         for name in _GAUGES:
             if name in row:
                 getattr(metrics, name).set(row[name])
+        metrics.observe_ages(row)
         now = time.time()
         for group in groups:
             metrics.group_age_seconds.observe(max(0.0, now - group.rollout.prompt.hops.get("fed", now)))

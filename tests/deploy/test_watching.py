@@ -32,9 +32,11 @@ _SHOWN_S = 45
 NO_VALUES = {
     "overview/Memory of Redis/1",
     "overview/Workers/1",  # no `up` runs there
+    "training/Cut by age/0",
     "training/Effective sample size/0",
     "training/Entropy and KL/0",
     "training/Entropy and KL/1",
+    "training/Importance ratio by age/0",
     "training/Importance weights/0",
     "training/Importance weights/1",
     "training/Importance weights/2",

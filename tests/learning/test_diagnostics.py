@@ -11,6 +11,7 @@ import structlog
 from pipeline.config import AlgorithmSettings, Config, GenerationSettings, StalenessSettings
 from pipeline.config.advice import advice
 from pipeline.learner import load_learner
+from pipeline.metrics import Metrics
 from tests.learning.builders import Row, make_group, make_learner, plain_logprobs, tiny_llama
 from tests.tiny import make_tiny_model
 
@@ -72,6 +73,23 @@ def test_shares_and_quantiles_are_by_age_and_ages_from_three_on_are_one() -> Non
         for name, share in (("p01", 0.01), ("p50", 0.5), ("p99", 0.99)):
             expected = np.exp(np.quantile(np.log(ratios), share))
             assert cut[f"ratio_{name}_age_{age}"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_is_by_age_is_on_metrics_for_the_ages_that_there_are() -> None:
+    metrics, row = Metrics("r", "trainer", "w"), metrics_of("tis")
+
+    metrics.observe_ages(row)
+
+    labels = {"run": "r", "role": "trainer", "worker": "w"}
+    for age in "0123":
+        ratio = metrics.registry.get_sample_value(
+            "rollstream_importance_ratio_by_age", {**labels, "age": age, "share": "0.99"}
+        )
+        cut = metrics.registry.get_sample_value(
+            "rollstream_cut_fraction_by_age", {**labels, "age": age, "cut": "truncated"}
+        )
+        assert ratio == row.get(f"ratio_p99_age_{age}")
+        assert cut == row.get(f"truncated_fraction_age_{age}")
 
 
 def test_frozen_policy_has_no_mismatch_and_all_of_its_sample() -> None:

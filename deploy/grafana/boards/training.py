@@ -152,6 +152,18 @@ _OFF_POLICY = Row(
             Query(run_value("effective_sample_size"), "effective sample size"),
         ),
         graph(
+            "Importance ratio by age",
+            "Quantiles over the tokens of each age: the outer ones spread with age.",
+            Query(run_value("importance_ratio_by_age", RUN, "age", "share"), "age {{age}}, {{share}}"),
+            starts_at_zero=False,
+        ),
+        graph(
+            "Cut by age",
+            "Share of the tokens of each age whose weight was cut, or that were masked: which ages pay.",
+            Query(run_value("cut_fraction_by_age", RUN, "age", "cut"), "age {{age}}, {{cut}}"),
+            unit=RATIO,
+        ),
+        graph(
             "Values that are not finite",
             "Masked tokens and skipped steps per second: should stay at 0.",
             Query(total("nonfinite_tokens_total", TRAINER), "tokens"),
