@@ -16,22 +16,34 @@ from pipeline.run.limits import Limit, limiting_stage
 from pipeline.run.status import RunStatus, collect
 from pipeline.tables import table
 
-__all__ = ["Limit", "RunStatus", "collect", "limiting_stage", "render", "stream_table", "worker_table"]
+__all__ = [
+    "Limit",
+    "RunStatus",
+    "collect",
+    "headline",
+    "ledger_lines",
+    "limit_line",
+    "limiting_stage",
+    "render",
+    "stream_table",
+    "worker_table",
+]
 
 
 def render(status: RunStatus) -> str:
     """The status as plain text, without a line break at the end."""
-    parts = [_headline(status), _limit(status)]
+    parts = [headline(status), limit_line(status)]
     if status.streams:
         parts += ["", *stream_table(status.streams)]
     if status.streams or status.ledger.fed:
-        parts += ["", *_ledger(status)]
+        parts += ["", *ledger_lines(status)]
     if status.workers:
         parts += ["", *worker_table(status.workers)]
     return "\n".join(parts)
 
 
-def _headline(status: RunStatus) -> str:
+def headline(status: RunStatus) -> str:
+    """Which run it is and how far."""
     facts = [f"run {status.run}"]
     facts += _said("step", status.step)
     facts += _said("version", status.weight_version)
@@ -49,7 +61,8 @@ def _headline(status: RunStatus) -> str:
     return "  ".join(facts)
 
 
-def _limit(status: RunStatus) -> str:
+def limit_line(status: RunStatus) -> str:
+    """What holds it back."""
     limit = status.limit
     if limit.stage is None:
         return limit.reason
@@ -72,7 +85,8 @@ def stream_table(streams: Mapping[Stream, Depth]) -> list[str]:
     return table(("stream", "groups", "waiting", "in work", "oldest waiting", "oldest in work"), rows)
 
 
-def _ledger(status: RunStatus) -> list[str]:
+def ledger_lines(status: RunStatus) -> list[str]:
+    """Where all groups went."""
     ledger = status.ledger
     verdict = "" if status.ledger_balances else "   DOES NOT BALANCE"
     lines = [f"{ledger.equation}{verdict}"]

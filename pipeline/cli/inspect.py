@@ -5,7 +5,6 @@ In: a run. Out: tables for people, `--json` for programs. They change nothing, b
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 _CONSUMER = "command-line"
-_WATCH_INTERVAL_S = 1.0
 _KINDS = ((True, "evaluation"), (False, "training"))
 _FOLDER = click.Path(path_type=Path, file_okay=False)
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
@@ -38,25 +36,32 @@ as_count = click.option("-n", "--count", type=click.IntRange(min=1), default=10,
 
 @click.command()
 @takes_config
-@click.option("--watch", "is_watch", is_flag=True, help="Go on until Ctrl-C.")
+@click.option("--watch", "is_watch", is_flag=True, help="Go on until Ctrl-C; on a terminal, a picture.")
+@click.option("--schema", "is_schema", is_flag=True, help="Print the JSON schema of what --json prints.")
 @as_json
-def status(sources: Sources, is_watch: bool, is_json: bool) -> int:
+def status(sources: Sources, is_watch: bool, is_schema: bool, is_json: bool) -> int:
     """Show queues, workers, progress, and which stage limits the rate; of a run that has ended, how it ended."""
     from pipeline.local.server_address import is_without_server
     from pipeline.status import render
 
-    is_watch = is_watch and not is_without_server(sources.load())
-    while True:
+    if is_schema:
+        from pipeline.run.status_schema import status_schema
+
+        echo_json(status_schema())
+        return 0
+    if not is_watch:
         now = _collect_status(sources)
-        if is_json:
-            echo_json(now)
-        elif is_watch:
-            click.clear()
-        if not is_json:
-            click.echo(render(now))
-        if not is_watch:
-            return 0
-        time.sleep(_WATCH_INTERVAL_S)
+        echo_json(now) if is_json else click.echo(render(now))
+        return 0
+    from pipeline.cli.watch import plain, watch
+
+    watch(
+        lambda: _collect_status(sources),
+        lambda: is_without_server(sources.load()),
+        echo_json if is_json else plain(render),
+        has_picture=not is_json,
+    )
+    return 0
 
 
 @click.command()
