@@ -16,8 +16,8 @@ from redis.asyncio import Redis
 
 from pipeline.fleet import WorkerInfo
 from pipeline.keys import Keys
+from pipeline.run.discovery import Targets
 from pipeline.run.limits import Limit
-from pipeline.run.metrics import RunCollector
 from pipeline.run.status import collect
 from pipeline.settings.files import load_config
 from pipeline.worker.lifecycle import WorkerContext, run_worker
@@ -66,14 +66,23 @@ def test_exporter_serves_the_run_until_it_is_drained(valkey_url: str, run_name: 
     )
 
 
+THERE = WorkerInfo(worker_id="generator-a", role="generator", host="h", pid=1, address="h:1")
+ITSELF = WorkerInfo(worker_id="exporter-a", role="exporter", host="h", pid=2, address="h:2")
+
+
+def addresses(targets: Targets) -> list[str]:
+    answer = targets.answer()
+    assert isinstance(answer, list)
+    return [item["targets"][0] for item in answer]  # type: ignore[call-overload, index]
+
+
 async def test_workers_that_are_lost_are_no_targets_and_without_redis_nobody_knows(redis: Redis, keys: Keys) -> None:
-    collector = RunCollector(keys.run)
-    assert collector.targets() is None
-    there = WorkerInfo(worker_id="generator-a", role="generator", host="h", pid=1, address="h:1")
-    lost = replace(there, worker_id="generator-b", address="h:2", is_alive=False)
-    silent = replace(there, worker_id="generator-c", address="")
-    collector.show(replace(await collect(redis, keys), workers=(there, lost, silent)))
-    assert collector.targets() == [
+    targets = Targets(keys.run, "exporter-a")
+    assert targets.answer() is None
+    lost = replace(THERE, worker_id="generator-b", address="h:3", is_alive=False)
+    silent = replace(THERE, worker_id="generator-c", address="")
+    targets.show(replace(await collect(redis, keys), workers=(THERE, lost, silent)))
+    assert targets.answer() == [
         {
             "targets": ["h:1"],
             "labels": {
@@ -84,8 +93,27 @@ async def test_workers_that_are_lost_are_no_targets_and_without_redis_nobody_kno
             },
         }
     ]
-    collector.show(None)
-    assert collector.targets() is None
+    targets.show(None)
+    assert targets.answer() is None
+
+
+async def test_an_exporter_that_leaves_tells_prometheus_who_stays(redis: Redis, keys: Keys) -> None:
+    now = [100.0]
+    targets = Targets(keys.run, "exporter-a", clock=lambda: now[0])
+    draining = replace(THERE, worker_id="generator-b", address="h:3", status={"state": "draining"})
+    status = replace(await collect(redis, keys), workers=(THERE, draining, ITSELF))
+    targets.show(status)
+    assert targets.leave() == 0, "nobody has ever asked"
+    targets = Targets(keys.run, "exporter-a", clock=lambda: now[0])
+    targets.show(status)
+    for now[0] in (100.0, 102.0):
+        assert addresses(targets) == ["h:1", "h:3", "h:2"]
+    assert targets.leave() == 5.0, "twice the time between two questions, and one more second"
+    assert not targets.said_goodbye.is_set()
+    assert addresses(targets) == ["h:1"]
+    assert targets.said_goodbye.is_set()
+    targets.show(replace(status, stop_reason="all steps are done"))
+    assert addresses(targets) == []
 
 
 def test_blocked_run_is_named_in_the_log_within_a_minute_and_again_each_minute() -> None:

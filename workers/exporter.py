@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from redis.exceptions import RedisError
 
 from pipeline.config import Config
+from pipeline.run.discovery import Targets
 from pipeline.run.limits import Limit
 from pipeline.run.metrics import RunCollector
 from pipeline.run.status import collect
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 TARGETS = "/targets"
 _LONGEST_READ_S = 5.0
+_GOODBYE_LOOK_S = 0.5
 _BLOCKED_WORD_AFTER_S, _BLOCKED_REPEAT_S = 15.0, 60.0
 
 
@@ -49,25 +51,48 @@ class BlockedWatch:
             self._log.warning("run_blocked", stage=limit.stage, reason=limit.reason, seconds=round(now - self._since))
 
 
-async def body(context: WorkerContext) -> None:
-    """Read and show until drained."""
-    collector = RunCollector(context.config.run.name)
-    context.metrics.registry.register(collector)
-    context.state.pages[TARGETS] = collector.targets
-    watch = BlockedWatch(context.log)
-    while not context.draining.is_set():
-        started = time.monotonic()
+class Watcher:
+    """Reads the run and shows it to whoever asks."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._collector = RunCollector(context.config.run.name)
+        self._targets = Targets(context.config.run.name, context.worker_id)
+        self._blocked = BlockedWatch(context.log)
+        context.metrics.registry.register(self._collector)
+        context.state.pages[TARGETS] = self._targets.answer
+
+    async def look(self) -> None:
+        """Read once."""
+        context, started = self._context, time.monotonic()
         try:
             async with asyncio.timeout(_LONGEST_READ_S):
                 status = await collect(context.redis, context.keys)
         except (RedisError, OSError):
-            collector.show(None)
+            self._collector.show(None)
+            self._targets.show(None)
             context.set_ready(False)
-        else:
-            collector.show(status, read_s=time.monotonic() - started)
-            context.set_ready(True)
-            watch.look(status.limit, time.monotonic())
+            return
+        self._collector.show(status, read_s=time.monotonic() - started)
+        self._targets.show(status)
+        context.set_ready(True)
+        self._blocked.look(status.limit, time.monotonic())
+
+    async def leave(self) -> None:
+        """Let Prometheus, if it asks here, know of the end before it comes."""
+        end = time.monotonic() + self._targets.leave()
+        while time.monotonic() < end and not self._targets.said_goodbye.is_set():
+            await self.look()
+            await asyncio.to_thread(self._targets.said_goodbye.wait, _GOODBYE_LOOK_S)
+
+
+async def body(context: WorkerContext) -> None:
+    """Read and show until drained."""
+    watcher = Watcher(context)
+    while not context.draining.is_set():
+        await watcher.look()
         await context.wait_for_any(timeout_s=context.config.exporter.interval_s)
+    await watcher.leave()
 
 
 def main(config: Config) -> int:

@@ -1,8 +1,7 @@
 """Metrics of a run as a whole, which no single worker owns.
 
-In: a `RunStatus`. Out: gauges with the label `run`, all of one instant, and the addresses where
-Prometheus finds the workers. A series exists only as long as what it describes: departed workers
-vanish, and without Redis only `redis_up` is left.
+In: a `RunStatus`. Out: gauges with the label `run`, all of one instant. A series exists only as
+long as what it describes: departed workers vanish, and without Redis only `redis_up` is left.
 """
 
 from __future__ import annotations
@@ -14,12 +13,10 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pipeline.instruments import PREFIX, Kind, Spec
-from pipeline.messages import Json
 from pipeline.run.status import RunStatus
 
 Values: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
 
-_META = "__meta_rollstream_"
 STAGES = ("generator", "scorer", "trainer", "weights", "control")
 
 
@@ -171,28 +168,6 @@ class RunCollector(Collector):
     def show(self, status: RunStatus | None, *, read_s: float = 0.0) -> None:
         """From now on serve this. read_s: how long it took to read."""
         self._status, self._read_s = status, read_s
-
-    def targets(self) -> Json:
-        """Addresses of the workers that are alive, for Prometheus's HTTP service discovery.
-
-        None while Redis is away: Prometheus then goes on with those that it knows.
-        """
-        status = self._status
-        if status is None:
-            return None
-        return [
-            {
-                "targets": [worker.address],
-                "labels": {
-                    f"{_META}run": self._run,
-                    f"{_META}role": worker.role,
-                    f"{_META}worker": worker.worker_id,
-                    f"{_META}host": worker.host,
-                },
-            }
-            for worker in status.workers
-            if worker.is_alive and worker.address
-        ]
 
     def collect(self) -> Iterator[Metric]:
         """For the registry."""

@@ -10,6 +10,7 @@ import socket
 import time
 import urllib.request
 from asyncio.subprocess import PIPE
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ _SHOWN_S = 45
 # What a run with a learner that computes nothing has no values for, and a bound that the server does not have.
 NO_VALUES = {
     "overview/Memory of Redis/1",
-    "overview/Workers/1",  # no `up` runs there
+    "overview/Workers there and wanted/1",  # no `up` runs there
     "training/Cut by age/0",
     "training/Effective sample size/0",
     "training/Entropy and KL/0",
@@ -143,8 +144,15 @@ async def test_prometheus_finds_workers_that_come_and_go_and_boards_and_alerts_h
             assert sorted(await shown(prometheus, run_name)) == sorted(NO_VALUES)
             await asked_without_error(run, prometheus)
             await asyncio.to_thread(draw_boards, prometheus.url, run_name, tmp_path)
+
+            # A run that has ended leaves nothing that Prometheus would look for, and no alarm.
             await run.fleet.stop("the test is over")
             await run.until_over()
+            await run.until(partial(is_forgotten, prometheus), "an end of all series")
+
+
+async def is_forgotten(prometheus: Prometheus) -> bool:
+    return await prometheus.targets() == {} and await prometheus.now('{__name__=~"up|rollstream_.+"}') == []
 
 
 async def asked_without_error(run: Run, prometheus: Prometheus) -> None:

@@ -6,6 +6,7 @@ from deploy.grafana.board import Board, Row
 from deploy.grafana.boards.promql import ANY, RUN, TRAINER, average, mean, quantile, run_value, total
 from deploy.grafana.panels import BYTES, RATIO, SECONDS, Limits, Query, graph, listing, tile
 
+_THERE = run_value("workers", f'{RUN}, state!="lost"', "role", "state")
 _TILES = (
     tile(
         "Limited by",
@@ -38,7 +39,7 @@ _TILES = (
     ),
     tile(
         "Workers",
-        f'sum(max by (role, state) (rollstream_workers{{{RUN}, state!="lost"}}))',
+        f"sum({_THERE})",
         "That are there, the exporter included.",
         decimals=0,
     ),
@@ -172,9 +173,8 @@ _FLEET = Row(
     panels=(
         graph(
             "Workers",
-            "lost: gone without a word. wanted: what `up` keeps, as `rollstream scale` or the autoscaler asked.",
+            "lost: gone without a word.",
             Query(run_value("workers", RUN, "role", "state"), "{{role}} {{state}}"),
-            Query(run_value("workers_wanted", RUN, "role"), "{{role}} wanted"),
         ),
         graph(
             "Longest silence",
@@ -194,7 +194,13 @@ _FLEET = Row(
             "Where each of them runs.",
             f"max by (role, worker, host, version) (rollstream_worker_info{{{RUN}}})",
             hidden=(),
-            width=16,
+            width=8,
+        ),
+        graph(
+            "Workers there and wanted",
+            "Wanted: what `up` keeps, as `rollstream scale` or the autoscaler asked.",
+            Query(f"sum by (role) ({_THERE})", "{{role}}"),
+            Query(run_value("workers_wanted", RUN, "role"), "{{role}} wanted"),
         ),
         graph(
             "Time to read the run",
