@@ -7,6 +7,7 @@ links to all others, and marks where the fleet changed, checkpoints were written
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from deploy.grafana.panels import SOURCE, Panel
 
 PREFIX = "rollstream-"
 _TAG = "rollstream"
+_MOST_NUMBER = 1_000_000
 _THERE = 'sum by (role) (max by (role, state) (rollstream_workers{run="$run", state!="lost"}'
 _NOW, _BEFORE = f"{_THERE}))", f"{_THERE} offset $__interval))"
 _CHECKPOINT = 'max by (run) (rollstream_checkpoint_step{run="$run"}'
@@ -67,7 +69,7 @@ class Board:
     rows: Sequence[Row]
 
     def to_json(self) -> str:
-        """What Grafana reads. Panels are numbered in their order, from 1."""
+        """What Grafana reads. A panel's number is made of its name, so that links to it stay right when others come."""
         built = self._builder().build()
         content = json.loads(json.dumps(built, cls=JSONEncoder))
         _number(content["panels"])
@@ -139,5 +141,7 @@ def _mark(name: str, expr: str, color: str) -> builders.AnnotationQuery:
 
 
 def _number(panels: list[dict[str, Any]]) -> None:
-    for number, panel in enumerate(panels, 1):
-        panel["id"] = number
+    row = ""
+    for panel in panels:
+        row = panel["title"] if panel["type"] == "row" else row
+        panel["id"] = zlib.crc32(f"{row}/{panel['type']}/{panel['title']}".encode()) % _MOST_NUMBER + 1

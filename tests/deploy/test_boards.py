@@ -67,7 +67,7 @@ def test_a_board_begins_with_eight_tiles_and_leaves_no_panel_on_top_of_another(p
         assert max(x for x, _ in cells) < 24
         assert not cells & taken, panel["title"]
         taken |= cells
-    assert [panel["id"] for panel in panels] == list(range(1, len(panels) + 1))
+    assert len({panel["id"] for panel in panels}) == len(panels), "give one of them another title"
 
 
 @each_board
