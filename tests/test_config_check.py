@@ -121,6 +121,12 @@ def test_rows_with_other_columns_are_a_warning_where_rewards_do_without(settings
     assert "row 2 lacks answer" in warning
 
 
+def test_a_choice_that_is_known_to_fail_is_a_warning_with_the_way_out(settings: list[str]) -> None:
+    changes = ("algorithm.correction=importance", "staleness.max_staleness=4")
+    (warning,) = check(load(settings, *changes)).warnings
+    assert "variance grows with age; set it to 'tis'" in warning
+
+
 def test_held_out_rows_are_tried_too(settings: list[str], tmp_path: Path) -> None:
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text('{"prompt": "ab"}\n')

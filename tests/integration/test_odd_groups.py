@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgpack
 import numpy as np
+import pytest
 
 from pipeline.keys import Keys, Stream
 from pipeline.messages import PromptGroup
@@ -154,11 +155,12 @@ async def test_finite_data_ends_in_a_partial_batch_and_long_prompts_are_skipped(
         assert len(set(completions)) == len(completions) == 40
 
 
+@pytest.mark.parametrize("asked_by", ["algorithm.drop_zero_variance=true", "algorithm.preset=dapo"])
 async def test_filtered_groups_are_replaced_as_long_as_some_are_left(
-    tmp_path: Path, valkey_url: str, run_name: str
+    tmp_path: Path, valkey_url: str, run_name: str, asked_by: str
 ) -> None:
     reward = "scoring.rewards=[{function='tests.integration.rewards:same_for_half'}]"
-    settings = (reward, "algorithm.drop_zero_variance=true", "trainer.max_steps=5")
+    settings = (reward, asked_by, "trainer.max_steps=5")
     async with running(tmp_path, valkey_url, run_name, *SCRIPTED, *settings) as run:
         run.start_all()
         await run.until_over()

@@ -6,7 +6,7 @@ without any of the trainer's code.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -156,6 +156,7 @@ def make_learner(
     trainer: dict[str, object] | None = None,
     staleness: StalenessSettings | None = None,
     reference: LlamaForCausalLM | None = None,
+    reward_weights: Mapping[str, float] | None = None,
 ) -> PolicyLearner:
     """A learner around `model`; logits are made 5 tokens at a time."""
     settings = TrainerSettings.model_validate({"learning_rate": 1e-2, "logprob_chunk_tokens": 5} | (trainer or {}))
@@ -164,6 +165,7 @@ def make_learner(
         algorithm=algorithm or AlgorithmSettings(),
         trainer=settings,
         staleness=staleness or StalenessSettings(),
+        reward_weights=reward_weights,
     )
 
 
