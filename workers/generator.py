@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pipeline.config import Config
 from pipeline.engines import GenerationEngine, Interrupted
 from pipeline.engines.registry import create_engine
+from pipeline.engines.watchdog import Watchdog
 from pipeline.errors import WeightError
 from pipeline.keys import Stream
 from pipeline.messages import PromptGroup, RolloutGroup
@@ -260,9 +261,11 @@ async def generate(context: WorkerContext, engine: GenerationEngine, turn: Devic
         alternating = group.create_task(alternation.run())
         stopper = group.create_task(work.stop_at_drain())
         saver = group.create_task(work.save_as_it_goes())
+        watchdog = Watchdog(engine, context.config.generation.stall_s, lambda: alternation.is_asleep)
+        watching = group.create_task(watchdog.run())
         stage = Stage(context, source=Stream.PROMPTS, target=Stream.ROLLOUTS, work=work)
         await stage.run(may_claim=work.may_claim)
-        for task in (follower, alternating, stopper, saver):
+        for task in (follower, alternating, stopper, saver, watching):
             task.cancel()
         work.say_what_is_left()
 

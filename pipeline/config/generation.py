@@ -112,6 +112,11 @@ class GenerationSettings(Section):
     num_threads: Natural = Field(
         0, description="CPU threads of one generator; 0 leaves it to torch, `up` divides the cores."
     )
+    stall_s: Seconds = Field(
+        300.0,
+        description="A generator whose engine has sequences and draws no token for this long ends; others go on "
+        "with its groups.",
+    )
     kv_on_update: Literal["keep", "recompute"] = Field(
         "keep",
         description="When weights change in mid-sequence vLLM keeps the keys and values of the tokens so far, "

@@ -94,11 +94,13 @@ class DeviceTurn:
 class Alternation:
     """The generator's side: its engine sleeps while another worker has the device.
 
-    awake: to be held by whoever needs the engine awake; taken while it sleeps. It begins with the turn.
+    awake: to be held by whoever needs the engine awake; taken while it sleeps, as is_asleep says. It begins
+    with the turn.
     """
 
     def __init__(self, turn: DeviceTurn, engine: GenerationEngine) -> None:
         self.awake = asyncio.Lock()
+        self.is_asleep = False
         self._turn = turn
         self._engine = engine
 
@@ -111,10 +113,12 @@ class Alternation:
             while not self._is_wanted():  # noqa: ASYNC110  it is in Redis
                 await asyncio.sleep(_LOOK_EVERY_S)
             async with self.awake:
+                self.is_asleep = True
                 await self._engine.sleep()
                 await self._turn.give()
                 await self._turn.take()
                 await self._engine.wake_up()
+                self.is_asleep = False
 
     def _is_wanted(self) -> bool:
         return self._turn.must_be_given(is_idle=self._engine.num_unfinished_seqs == 0)

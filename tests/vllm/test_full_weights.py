@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -19,7 +20,8 @@ import torch
 from pipeline.engines import Interrupted
 from pipeline.engines.shared_weights import SharedWeights
 from pipeline.engines.vllm import VllmEngine
-from pipeline.errors import EngineError, WeightError
+from pipeline.engines.watchdog import Watchdog
+from pipeline.errors import EngineError, EngineLostError, WeightError
 from pipeline.messages import FinishReason
 from pipeline.weights import WeightState
 from tests.engines.conftest import group_of, plain_logits
@@ -280,3 +282,16 @@ async def test_what_is_left_here_goes_on_in_another_engine(
         await assert_handed_over(last_engine, second, history, ordinal=130)
     with pytest.raises(Interrupted):
         await last_engine.generate(group_of([5, 6], ordinal=140))
+
+
+async def test_an_engine_process_that_stands_still_is_noticed_and_can_be_ended(last_engine: VllmEngine) -> None:
+    (core,) = [child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()]
+    generating = asyncio.create_task(last_engine.generate(group_of([5, 6], ordinal=150, max_tokens=100)))
+    await until(lambda: last_engine.num_tokens_generated > 0)
+    core.suspend()
+    with pytest.raises(EngineLostError, match=r"generation\.stall_s"):
+        await Watchdog(last_engine, 2.0, lambda: False).run()
+    generating.cancel()
+    await asyncio.gather(generating, return_exceptions=True)
+    await last_engine.close()
+    core.wait(10)  # raises where it is still there
