@@ -107,7 +107,7 @@ def _settings(directory: Path, exporter: str) -> Path:
     rules = directory / "rules"
     rules.mkdir()
     for file in (PROMETHEUS / "rules").glob("*.yml"):
-        text = file.read_text(encoding="utf-8").replace("interval: 15s", f"interval: {every}")
+        text = re.sub(r"interval: \d+s", f"interval: {every}", file.read_text(encoding="utf-8"))
         (rules / file.name).write_text(text, encoding="utf-8")
     path = directory / "prometheus.yml"
     path.write_text(yaml.safe_dump(settings), encoding="utf-8")
