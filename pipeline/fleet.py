@@ -218,9 +218,12 @@ class Fleet:
         stored = await self._hget(self._keys.meta, "endpoints")
         return None if stored is None else Endpoints(**json.loads(stored))
 
-    async def set_version(self, weight_version: int) -> int:
-        """Raise the run's weight version; it never falls. Returns what it is now."""
-        return int(await self._call("set_version", [self._keys.meta], [weight_version]))
+    async def set_version(self, weight_version: int, *, trainer: str = "") -> int:
+        """Raise the run's weight version; it never falls. Returns what it is now.
+
+        trainer: who says so. Raises TrainerReplacedError where another trainer has taken the run over since.
+        """
+        return int(await self._call("set_version", [self._keys.meta], [weight_version, trainer]))
 
     async def version(self) -> int | None:
         """Newest weight version of the run; None before the first."""

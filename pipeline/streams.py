@@ -65,6 +65,15 @@ class Streams(Accounts):
         """Seconds without a sign of life after which a lease lapses."""
         return self._settings.lease_s
 
+    @property
+    def fence(self) -> str:
+        """Id of the trainer whose streams these are, which is refused once another took over; empty for all others."""
+        return self._scripts.fence
+
+    @fence.setter
+    def fence(self, trainer: str) -> None:
+        self._scripts.fence = trainer
+
     async def open(self) -> None:
         """Makes the consumer groups where they are missing. Harmless when repeated."""
         await self._scripts.call("open", _FORGET_CONSUMER_MS)

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from pipeline.checkpoints import Checkpoints
 from pipeline.config import CheckpointSettings
-from pipeline.errors import CheckpointError, DiskFullError
+from pipeline.errors import CheckpointError, DiskFullError, TrainerReplacedError
 from pipeline.messages import Json
 
 
@@ -248,3 +248,59 @@ assert latest is not None and latest.learner_state() == {{"num_steps": 0}}
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_trainer_that_was_replaced_while_it_wrote_leaves_nothing(tmp_path: Path) -> None:
+    stale, successor = checkpoints(tmp_path), checkpoints(tmp_path)
+    stale.take_over()
+    stale.save(10, learner=CountingLearner(1.0), state={})
+
+    class Replaced(CountingLearner):
+        def save_model(self, directory: Path) -> None:
+            super().save_model(directory)
+            successor.take_over()
+
+    with pytest.raises(TrainerReplacedError):
+        stale.save(20, learner=Replaced(2.0), state={})
+    assert steps(tmp_path) == [10]
+    assert sorted(entry.name for entry in (tmp_path / "checkpoints").iterdir()) == ["fence.json", "step_000010"]
+    successor.save(20, learner=CountingLearner(3.0), state={})
+    assert steps(tmp_path) == [10, 20]
+    with pytest.raises(TrainerReplacedError):
+        stale.save(30, learner=CountingLearner(4.0), state={})
+
+
+def test_what_a_trainer_completed_after_it_had_been_replaced_does_not_count(tmp_path: Path) -> None:
+    stale, successor, third = (checkpoints(tmp_path, keep=10) for _ in range(3))
+    stale.take_over()
+    stale.save(10, learner=CountingLearner(1.0), state={})
+    late = stale.save(20, learner=CountingLearner(2.0), state={})
+    late.rename(tmp_path / "not yet")
+    successor.take_over()
+    (tmp_path / "not yet").rename(late)
+    assert steps(tmp_path) == [10]
+    successor.save(15, learner=CountingLearner(3.0), state={})
+    assert steps(tmp_path) == [10, 15]
+    third.take_over()
+    assert not late.exists()
+    assert steps(tmp_path) == [10, 15]
+
+
+def test_a_spoilt_byte_is_found_by_the_hash_and_named(tmp_path: Path) -> None:
+    path = checkpoints(tmp_path).save(10, learner=CountingLearner(1.0), state={})
+    whole = checkpoints(tmp_path).find("latest")
+    assert whole.verify() == 4
+    spoilt = path / "model" / "shard" / "model.safetensors"
+    content = bytearray(spoilt.read_bytes())
+    content[3] ^= 1
+    spoilt.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model.safetensors is not what was written .* Move .* away"):
+        checkpoints(tmp_path).find("10").verify()
+
+
+def test_a_checkpoint_is_found_by_step_or_directory_and_others_are_named(tmp_path: Path) -> None:
+    path = checkpoints(tmp_path).save(10, learner=CountingLearner(), state={})
+    there = checkpoints(tmp_path)
+    assert [there.find(place).step for place in ("10", "latest", str(path))] == [10, 10, 10]
+    with pytest.raises(CheckpointError, match=r"11 is no complete checkpoint; .* has those of steps: 10"):
+        there.find("11")

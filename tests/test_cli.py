@@ -13,12 +13,14 @@ import click
 import pytest
 from redis.asyncio import Redis
 
+from pipeline.checkpoints import Checkpoints
 from pipeline.cli import cli
-from pipeline.config import QueueSettings, RedisSettings
+from pipeline.config import CheckpointSettings, QueueSettings, RedisSettings, StalenessSettings, TrainerSettings
 from pipeline.embedded import EmbeddedServer
 from pipeline.errors import RunConflictError
 from pipeline.fleet import Fleet, WorkerInfo
 from pipeline.keys import Keys, Stream
+from pipeline.learner import ScriptedLearner
 from pipeline.local.crew import Crew
 from pipeline.local.first_contact import make_contact
 from pipeline.local.run import LocalRun
@@ -231,6 +233,23 @@ def test_records_of_a_run_are_read_back(ask, tmp_path: Path, run_name: str) -> N
     assert "'cba'" in ask("rollouts", "tail").out
     assert json.loads(ask("rollouts", "show", "00000007", "--json").out) == sample
     assert ask("checkpoints", "list").out == "no complete checkpoint\n"
+
+
+def test_checkpoints_are_listed_held_against_their_hashes_and_taken_out(ask, tmp_path: Path, run_name: str) -> None:
+    learner = ScriptedLearner(TrainerSettings(), StalenessSettings())
+    there = Checkpoints(tmp_path / "runs" / run_name / "checkpoints", CheckpointSettings())
+    for step in (3, 6):
+        there.save(step, learner=learner, state={"step": step})
+    assert [item["step"] for item in json.loads(ask("checkpoints", "list", "--json").out)] == [3, 6]
+    assert ask("checkpoints", "verify").out.count("files are as they were written") == 2
+    assert ask("checkpoints", "export", "latest", "policy").out == "step 6: policy\n"
+    assert (tmp_path / "policy" / "scripted.json").exists()
+    again = ask("checkpoints", "export", "3", "policy")
+    assert (again.code, "choose another" in again.err) == (2, True)
+    assert ask("checkpoints", "export", "4", "elsewhere").code == 2
+    (there.find("3").model_dir / "scripted.json").write_text('{"num_steps": 1}\n')
+    spoilt = ask("checkpoints", "verify", "all")
+    assert (spoilt.code, "step 3: " in spoilt.err, "step 6: 3 files" in spoilt.out) == (1, True, True)
 
 
 @pytest.mark.parametrize(

@@ -85,13 +85,15 @@ class Trainer:
             await self._publish()
             self._context.set_ready(True)
             async with asyncio.TaskGroup() as group:
+                self._start = group.create_task
                 helpers = [
                     group.create_task(work) for work in (self._feed(), self._collector.run(), self._watch_publisher())
                 ]
                 ended = await self._train()
                 for helper in helpers:
                     helper.cancel()
-            await self._save(is_last=True)
+            self._state = self._state.with_cursor(self._feeder.cursor)
+            self._state = await self._recovery.save_last(self._learner, self._state)
             await self._recovery.conclude(self._state.version, ended)
             if ended:
                 await self._context.fleet.stop(ended)
@@ -180,7 +182,8 @@ class Trainer:
         self._record(self._evaluator.take_reports())
         every = self._config.checkpoint.every_steps
         if every > 0 and self._state.step % every == 0 and not self._has_done_all_steps():
-            await self._save(is_last=False)
+            self._state = self._state.with_cursor(self._feeder.cursor)
+            self._state = await self._recovery.save(self._learner, self._state, start=self._start)
 
     async def _publish(self) -> None:
         version = self._state.version
@@ -190,7 +193,7 @@ class Trainer:
         # First the number, then the weights: a trainer that dies in between leaves a number that is
         # never used, not weights whose number its successor would use again.
         self._recovery.remember(version)
-        await self._context.fleet.set_version(version)
+        await self._context.fleet.set_version(version, trainer=self._context.worker_id)
         with self._context.busy_with("publishing its weights"):
             await asyncio.to_thread(self._publisher.publish, state)
         self._context.metrics.weight_publish_seconds.observe(time.monotonic() - started)
@@ -242,7 +245,7 @@ class Trainer:
         """Redis came back without the run: say once more where the weights are."""
         self._recovery.remember(self._state.version)
         await self._context.fleet.set_endpoints(self._endpoints)
-        await self._context.fleet.set_version(self._state.version)
+        await self._context.fleet.set_version(self._state.version, trainer=self._context.worker_id)
 
     async def _evaluate(self, *, wanted: bool, wait: bool) -> None:
         if not wanted:
@@ -258,11 +261,6 @@ class Trainer:
     def _record(self, reports: Sequence[EvaluationReport]) -> None:
         for report in reports:
             self._progress.evaluation(self._state.step, report)
-
-    async def _save(self, *, is_last: bool) -> None:
-        """Write a checkpoint, then commit the groups whose effect it holds."""
-        self._state = self._state.with_cursor(self._feeder.cursor)
-        self._state = await self._recovery.save(self._learner, self._state, is_last=is_last)
 
     def _has_done_all_steps(self) -> bool:
         return 0 < self._config.trainer.max_steps <= self._state.step

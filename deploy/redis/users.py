@@ -32,10 +32,10 @@ _PRESENCE = "hget hmget hset hsetnx hdel"
 # What the scripts of a stage do with groups: claim, renew, hand over, give back, bury.
 _GROUPS = (
     "xreadgroup xautoclaim xclaim xpending xrange xlen xadd xack xdel xgroup|create xgroup|delconsumer "
-    "xinfo|consumers hincrby hlen srem"
+    "xinfo|consumers hincrby hexists hlen srem"
 )
 # What the trainer does besides: feed, drop, finish, commit; and its lock.
-_TRAINING = "get set del pttl hgetall hexists scard sadd sismember xinfo|groups xrevrange"
+_TRAINING = "get set del pttl hgetall scard sadd sismember xinfo|groups xrevrange"
 _WATCHING = "get hgetall hlen scard xlen xrange xrevrange xpending xinfo|groups info"
 # What people do: peek, requeue, reset, scale, and everything above.
 _OPERATING = "exists scan unlink pexpire"

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import click
 
 from pipeline import __version__
+from pipeline.cli.checkpoints import checkpoints
 from pipeline.cli.control import drain, pause, reset, resume, scale
-from pipeline.cli.inspect import checkpoints, rollouts, status, streams, workers
+from pipeline.cli.inspect import rollouts, status, streams, workers
 from pipeline.cli.keys import keys
 from pipeline.cli.roles import demo, exporter, generator, scorer, trainer, up
 from pipeline.cli.settings import config, doctor

@@ -1,4 +1,4 @@
-"""Commands that show a run: status, workers, streams, rollouts, checkpoints.
+"""Commands that show a run: status, workers, streams, rollouts.
 
 In: a run. Out: tables for people, `--json` for programs. They change nothing, but `streams requeue`.
 """
@@ -203,27 +203,6 @@ def show(sources: Sources, group_id: str, is_json: bool) -> int:
     if sample is None:
         raise UsageError(f"no sample of group {group_id!r} in {config.run_dir}; tracking.samples_per_step keeps some")
     _show_sample(sample, is_json)
-    return 0
-
-
-@click.group()
-def checkpoints() -> None:
-    """Show what is on disk."""
-
-
-@checkpoints.command("list")
-@takes_config
-@as_json
-def list_checkpoints(sources: Sources, is_json: bool) -> int:
-    """List the complete checkpoints of a run, oldest first."""
-    from pipeline.checkpoints import Checkpoints
-
-    config = sources.load()
-    found = Checkpoints(config.run_dir / "checkpoints", config.checkpoint).list()
-    if is_json:
-        echo_json(found)
-        return 0
-    echo_table(("step", "path"), [(item.step, item.path) for item in found], nothing="no complete checkpoint")
     return 0
 
 

@@ -5,6 +5,7 @@ In: the options of a command line. Out: a `Config`, a connection, printed output
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -75,6 +76,21 @@ def takes_config(function: Callable[Concatenate[Sources, P], R]) -> Callable[P, 
             overrides = (*overrides, f"run.name={run_name}")
         outer = _outer_sources()
         return function(Sources(files=outer.files + files, overrides=outer.overrides + overrides), *args, **kwargs)
+
+    return wrapper
+
+
+def can_resume(function: Callable[Concatenate[Sources, P], R]) -> Callable[Concatenate[Sources, P], R]:
+    """Adds --resume, below `takes_config`: the same as one setting, for commands that train."""
+
+    @click.option("--resume", metavar="auto|never|DIRECTORY", help="The same as --set checkpoint.resume=...")
+    @wraps(function)
+    def wrapper(sources: Sources, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        resume = kwargs.pop("resume")
+        if resume is not None:
+            said = f"checkpoint.resume={json.dumps(resume)}"
+            sources = Sources(files=sources.files, overrides=(*sources.overrides, said))
+        return function(sources, *args, **kwargs)
 
     return wrapper
 

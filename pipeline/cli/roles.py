@@ -15,13 +15,13 @@ from typing import Literal
 
 import click
 
-from pipeline.cli.options import Sources, as_json, takes_config
+from pipeline.cli.options import Sources, as_json, can_resume, takes_config
+
+Option = Callable[[Callable[[Sources], int]], Callable[[Sources], int]]
 
 
-def _worker(role: str, summary: str) -> click.Command:
-    @click.command(role, help=f"{summary} Runs in the foreground until it is drained (SIGTERM, Ctrl-C).")
-    @takes_config
-    def command(sources: Sources) -> int:
+def _worker(role: str, summary: str, *options: Option) -> click.Command:
+    def run(sources: Sources) -> int:
         from pipeline.local.server_address import with_server
         from pipeline.worker.shutdown import ignore_signals
 
@@ -36,7 +36,11 @@ def _worker(role: str, summary: str) -> click.Command:
             # replace the exit code that says how it ended.
             ignore_signals()
 
-    return command
+    command: Callable[[Sources], int] = run
+    for option in options:
+        command = option(command)
+    named = click.command(role, help=f"{summary} Runs in the foreground until it is drained (SIGTERM, Ctrl-C).")
+    return named(takes_config(command))
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
@@ -45,12 +49,13 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 generator = _worker("generator", "Sample completions for prompts with the newest weights.")
 scorer = _worker("scorer", "Give completions their rewards.")
-trainer = _worker("trainer", "Feed prompts, train on scored groups, publish weights.")
+trainer = _worker("trainer", "Feed prompts, train on scored groups, publish weights.", can_resume)
 exporter = _worker("exporter", "Serve metrics of the queues and of the whole run.")
 
 
 @click.command()
 @takes_config
+@can_resume
 @click.option("--generators", "num_generators", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--scorers", "num_scorers", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option(

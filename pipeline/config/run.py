@@ -61,8 +61,10 @@ class CheckpointSettings(Section):
     on_failure: Literal["continue", "stop"] = Field(
         "continue", description="When one cannot be written (disk full): go on to the next, or stop. The last must be."
     )
-    resume: Literal["auto", "never"] = Field(
-        "auto", description="auto goes on from the newest complete checkpoint of this run."
+    resume: str = Field(
+        "auto",
+        description="auto goes on from the newest complete checkpoint of this run, never begins with the initial "
+        "weights; the directory of a checkpoint: begins there, where this run has none of its own yet.",
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from pipeline.checkpoints import Savable
 from pipeline.config import Config
 from pipeline.learner.scripted import ScriptedLearner
 from pipeline.messages import ScoredGroup
@@ -42,6 +43,9 @@ class Learner(Protocol):
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue from what `state_dict` gave."""
+
+    def snapshot(self) -> Savable:
+        """A copy in host memory of all that a checkpoint holds; the learner may go on while it is written."""
 
     def leave_device(self) -> None:
         """Move all to host memory, so that another process can use the device. A step takes it again."""

@@ -24,10 +24,11 @@ from pipeline.learner.ages import AgeTally
 from pipeline.learner.optimizer import Optimizer
 from pipeline.learner.plan import Plan, make_plan, reward_weights
 from pipeline.learner.report import describe_groups, in_feeding_order
+from pipeline.learner.snapshot import PolicySnapshot, weights_to_save
 from pipeline.learner.survey import survey
 from pipeline.learner.tally import TokenTally, describe_tokens
 from pipeline.messages import ScoredGroup
-from pipeline.models.loading import load_model, load_tokenizer, quiet, resolve_device, resolve_dtype
+from pipeline.models.loading import load_model, resolve_device, resolve_dtype
 from pipeline.models.routing import RoutingReplay
 from pipeline.models.weights import export_weights, num_weight_bytes, weight_kind
 from pipeline.policy import CausalModel, Policy
@@ -179,16 +180,18 @@ class PolicyLearner:
         """Continue from what `state_dict` gave. Raises ModelError where it is of another model."""
         self._optimizer.load_state_dict(state)
 
+    def snapshot(self) -> PolicySnapshot:
+        """What a checkpoint holds, in host memory: the only part of writing one that a step has to wait for."""
+        return PolicySnapshot(
+            model=self.policy.model,
+            weights=weights_to_save(self.policy.model, self._wire_dtype),
+            state=self.state_dict(),
+            model_settings=self._model_settings,
+        )
+
     def save_model(self, directory: Path) -> None:
         """A Hugging Face directory with the weights (or the adapter) and the tokenizer."""
-        model = self.policy.model
-        state = None
-        if self._wire_dtype is not None:
-            state = {name: tensor.to(self._wire_dtype) for name, tensor in model.state_dict().items()}
-        with quiet():
-            model.save_pretrained(str(directory), state_dict=state)
-            if self._model_settings is not None:
-                load_tokenizer(self._model_settings).save_pretrained(directory)
+        self.snapshot().save_model(directory)
 
     def _backward(self, batch: MicroBatch, limit: Tensor | None, tally: TokenTally, by_age: AgeTally) -> Tensor:
         """Add the gradient of one micro-batch; returns its part of the loss, detached."""

@@ -6,6 +6,7 @@ nothing but its version. Imports no torch.
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +58,10 @@ class ScriptedLearner:
     def state_dict(self) -> dict[str, object]:
         """The number of steps."""
         return {"num_steps": self._num_steps}
+
+    def snapshot(self) -> ScriptedLearner:
+        """As it is now."""
+        return copy.copy(self)
 
     def leave_device(self) -> None:
         """It has none."""

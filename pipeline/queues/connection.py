@@ -38,7 +38,7 @@ from redis.exceptions import ConnectionError as Unreachable
 from redis.exceptions import TimeoutError as TooLate
 
 from pipeline.config import EMBEDDED, RedisSettings
-from pipeline.errors import ConfigError, RunConflictError
+from pipeline.errors import ConfigError, RunConflictError, TrainerReplacedError
 from pipeline.keys import CONSUMER_GROUP, Keys
 
 _Result = TypeVar("_Result")
@@ -178,6 +178,10 @@ async def until_accepted(
         try:
             return await call()
         except (ResponseError, Unreachable, TooLate) as error:
+            if _said(error).startswith("FENCED"):
+                raise TrainerReplacedError(
+                    "another trainer took the run over, because this one was silent for too long"
+                ) from None
             if _said(error).startswith("WRONGTYPE"):
                 await _refuse_foreign_keys(redis, keys)
             if not (waits and isinstance(redis, _Patient) and (passes(error) or is_away(error))):
@@ -220,6 +224,10 @@ class Script:
             return await self._redis.eval(self._text, len(keys), *keys, *arguments)
 
 
+# Who has been replaced may look, and give back what it holds.
+_OPEN_TO_ALL = frozenset({"ledger", "depths", "last_letter", "open", "release", "release_all"})
+
+
 class Scripts:
     """The files of `pipeline/scripts`, each called by its name in one round trip.
 
@@ -228,6 +236,8 @@ class Scripts:
     A call whose reply gets lost is sent again by redis-py. Calls are numbered, and Redis keeps the
     last answer to each consumer: the repetition is answered with it and nothing is done twice. So
     one consumer makes one call at a time.
+
+    fence: id of the trainer that calls, which must be the last that took the run over; empty for all others.
     """
 
     def __init__(self, redis: Redis, keys: Keys, *, consumer: str) -> None:
@@ -253,6 +263,8 @@ class Scripts:
         self._life = uuid.uuid4().hex[:12]
         self._numbers = itertools.count()
         self._one_at_a_time = asyncio.Lock()
+        self._meta = keys.meta
+        self.fence = ""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -268,9 +280,10 @@ class Scripts:
         packed = cast(bytes, msgpack.packb(args, use_bin_type=False))
         async with self._one_at_a_time:
             number = f"{self._life}:{next(self._numbers)}"
-            arguments = [CONSUMER_GROUP, self._consumer, number, packed, *payloads]
+            fence = "" if name in _OPEN_TO_ALL else self.fence
+            arguments = [CONSUMER_GROUP, self._consumer, number, packed, fence, *payloads]
             # Repeating it changes nothing twice: the call keeps its number.
             reply = await until_accepted(
-                self._redis, self._run_keys, lambda: self._scripts[name].call(self._keys, arguments)
+                self._redis, self._run_keys, lambda: self._scripts[name].call((*self._keys, self._meta), arguments)
             )
         return msgpack.unpackb(cast(bytes, reply), raw=True)

@@ -11,13 +11,14 @@ import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pipeline.agreement import differences
-from pipeline.checkpoints import Checkpoint, Checkpoints
+from pipeline.checkpoints import Checkpoint, Checkpoints, Savable
 from pipeline.disk import write_whole
-from pipeline.errors import CheckpointError, RunConflictError
+from pipeline.errors import CheckpointError, ConfigError, RunConflictError
 from pipeline.learner import Learner
 from pipeline.messages import Json, PromptGroup
 from pipeline.run.record import IDENTITY_FILE
@@ -49,6 +50,11 @@ class TrainerState:
         """The next version."""
         return dataclasses.replace(self, version=self.version + 1)
 
+    def without(self, committed: Collection[str]) -> TrainerState:
+        """These groups' effect is in a checkpoint on disk."""
+        left = tuple(group_id for group_id in self.uncommitted if group_id not in committed)
+        return dataclasses.replace(self, uncommitted=left)
+
     def with_cursor(self, cursor: int) -> TrainerState:
         """Feeding goes on at `cursor`."""
         return dataclasses.replace(self, cursor=cursor)
@@ -62,6 +68,8 @@ class Recovery:
         self._checkpoints = Checkpoints(context.config.run_dir / "checkpoints", context.config.checkpoint)
         self._identity_file = context.config.run_dir / IDENTITY_FILE
         self._saved_step: int | None = None
+        self._writing: asyncio.Task[None] | None = None
+        self._committed: frozenset[str] = frozenset()
 
     async def become_the_trainer(self) -> bool:
         """Wait until no other trainer holds the run; False when the worker drains before that.
@@ -69,8 +77,8 @@ class Recovery:
         Raises RunConflictError for a foreign run.
         """
         context = self._context
-        said_of, lease_s = "", context.config.queues.lease_s
-        while not await context.unless_draining(context.fleet.acquire_trainer(context.worker_id, lease_s)):
+        said_of, term_s = "", context.trainer_term_s
+        while not await context.unless_draining(context.fleet.acquire_trainer(context.worker_id, term_s)):
             said_of = await self._say_who_trains(said_of)
             context.waiting_for("another trainer of this run to end")
             await context.wait_for_any(timeout_s=_LOCK_WAIT_S)
@@ -79,6 +87,7 @@ class Recovery:
         context.waiting_for(None)
         context.keep_trainer_lock()
         await self._check_identity()
+        await asyncio.to_thread(self._checkpoints.take_over)
         return True
 
     async def _say_who_trains(self, said_of: str) -> str:
@@ -147,24 +156,36 @@ class Recovery:
         Raises RunConflictError for a checkpoint that was written with other settings.
         """
         context = self._context
-        checkpoint = None
-        if context.config.checkpoint.resume == "auto":
-            checkpoint = await asyncio.to_thread(self._checkpoints.latest)
+        checkpoint = await asyncio.to_thread(self._to_go_on_from)
         fed = (await context.streams.ledger()).next_ordinal
         state = TrainerState(step=0, version=0, cursor=fed)
         if checkpoint is not None:
             self._check_settings(checkpoint)
-            self._saved_step = checkpoint.step
+            await asyncio.to_thread(checkpoint.verify)
+            is_own = checkpoint.path.parent == self._checkpoints.directory
+            self._saved_step = checkpoint.step if is_own else None
             learner.load_state_dict(await asyncio.to_thread(checkpoint.learner_state))
             step, version, cursor = (_integer(checkpoint.state, name) for name in ("step", "version", "cursor"))
             state = TrainerState(step=step, version=version, cursor=max(fed, cursor))
             # The trainer may have died after writing it and before saying so.
-            await context.streams.commit(_strings(checkpoint.state, "committed"))
+            await context.streams.commit(_strings(checkpoint.state, "committed") if is_own else [])
         used = await self._newest_version()
         if checkpoint is not None or used is not None:
             state = dataclasses.replace(state, version=max(used or 0, state.version) + 1)
             context.log.info("resumed", step=state.step, weight_version=state.version, cursor=state.cursor)
         return state
+
+    def _to_go_on_from(self) -> Checkpoint | None:
+        """As `checkpoint.resume` says; None begins with the initial weights. Raises ConfigError."""
+        wanted = self._context.config.checkpoint.resume
+        if wanted == "never":
+            return None
+        if (own := self._checkpoints.latest()) is not None or wanted == "auto":
+            return own
+        try:
+            return self._checkpoints.find(wanted)
+        except CheckpointError as error:
+            raise ConfigError(f"checkpoint.resume = {wanted!r}: {error}") from error
 
     async def _newest_version(self) -> int | None:
         """The newest version that anyone knows of: Redis, this directory, or a worker; None before the first."""
@@ -192,17 +213,53 @@ class Recovery:
             context.log.info("fed_again", num_groups=len(lost))
         return lost
 
-    async def save(self, learner: Learner, state: TrainerState, *, is_last: bool) -> TrainerState:
-        """Write a checkpoint, then commit the groups whose effect it holds.
+    async def save(
+        self, learner: Learner, state: TrainerState, *, start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+    ) -> TrainerState:
+        """Copy what a checkpoint holds, and write it while training goes on; `start` runs the writing.
 
-        Raises CheckpointError when it cannot be written and checkpoint.on_failure says to stop, or
-        none comes after it. Otherwise the groups stay uncommitted until the next one. Raises
-        TrainerReplacedError, and writes nothing, when another trainer took the run over. One of this
-        step that is there already stays: it says which groups it commits.
+        Waits for the one before. When it cannot be written and checkpoint.on_failure says to stop, the task
+        raises CheckpointError; otherwise its groups stay uncommitted until the next one. It raises
+        TrainerReplacedError, and leaves nothing, when another trainer took the run over.
         """
-        context = self._context
+        state = await self._settled(state)
         if state.step == self._saved_step:
             return state
+        started = time.monotonic()
+        with self._context.busy_with("copying its state"):
+            copied = await asyncio.to_thread(learner.snapshot)
+        pause_s = time.monotonic() - started
+        self._writing = start(self._write_or_go_on(copied, state, pause_s))
+        return state
+
+    async def save_last(self, learner: Learner, state: TrainerState) -> TrainerState:
+        """Write the checkpoint that nothing comes after. Raises CheckpointError or TrainerReplacedError.
+
+        One of this step that is there already stays: it says which groups it commits.
+        """
+        state = await self._settled(state)
+        if state.step != self._saved_step:
+            with self._context.busy_with("writing a checkpoint"):
+                await self._write(learner, state, pause_s=0.0)
+        return state.without(self._committed)
+
+    async def _settled(self, state: TrainerState) -> TrainerState:
+        """The state when nothing is being written any more."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+        return state.without(self._committed)
+
+    async def _write_or_go_on(self, copied: Savable, state: TrainerState, pause_s: float) -> None:
+        try:
+            await self._write(copied, state, pause_s=pause_s)
+        except CheckpointError as error:
+            if self._context.config.checkpoint.on_failure == "stop":
+                raise
+            self._context.log.error("checkpoint_failed", step=state.step, reason=str(error))
+
+    async def _write(self, learner: Savable, state: TrainerState, *, pause_s: float) -> None:
+        """Write, then commit the groups whose effect is in it. pause_s: that training stood still for it."""
+        context = self._context
         content: dict[str, Json] = {
             "step": state.step,
             "version": state.version,
@@ -210,23 +267,14 @@ class Recovery:
             "committed": [*state.uncommitted],
             "settings": dict(fingerprint(context.config)),
         }
-        await context.fleet.hold_trainer(context.worker_id, context.config.queues.lease_s)
+        await context.fleet.hold_trainer(context.worker_id, context.trainer_term_s)
         started = time.monotonic()
-        try:
-            with context.busy_with("writing a checkpoint"):
-                path = await asyncio.to_thread(self._checkpoints.save, state.step, learner=learner, state=content)
-        except CheckpointError as error:
-            if is_last or context.config.checkpoint.on_failure == "stop":
-                raise
-            context.metrics.checkpoint_failures_total.inc()
-            context.log.error("checkpoint_failed", step=state.step, reason=str(error))
-            return state
+        path = await asyncio.to_thread(self._checkpoints.save, state.step, learner=learner, state=content)
         self._saved_step = state.step
         await context.streams.commit(state.uncommitted)
+        self._committed = frozenset(state.uncommitted)
         context.metrics.checkpoint_seconds.observe(time.monotonic() - started)
-        context.metrics.checkpoint_step.set(state.step)
-        context.log.info("checkpoint_written", step=state.step, path=str(path))
-        return dataclasses.replace(state, uncommitted=())
+        context.log.info("checkpoint_written", step=state.step, path=str(path), pause_s=round(pause_s, 3))
 
 
 def _integer(state: Mapping[str, Json], name: str) -> int:

@@ -3,9 +3,16 @@
 -- its answer. Payloads follow as they are: to pass through Lua once costs them enough.
 local STREAMS = {KEYS[1], KEYS[2], KEYS[3]}
 local PROMPTS, DEAD_LETTERS, LEDGER = KEYS[1], KEYS[4], KEYS[5]
-local UNCOMMITTED, EVALUATING, REPLIES, PARTIALS = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
-local GROUP, CONSUMER, CALL = ARGV[1], ARGV[2], ARGV[3]
-local ARGS, FIRST_PAYLOAD = cmsgpack.unpack(ARGV[4]), 5
+local UNCOMMITTED, EVALUATING, REPLIES, PARTIALS, META = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
+local GROUP, CONSUMER, CALL, FENCE = ARGV[1], ARGV[2], ARGV[3], ARGV[5]
+local ARGS, FIRST_PAYLOAD = cmsgpack.unpack(ARGV[4]), 6
+
+-- A trainer that stood still while another took its place is refused, whenever it wakes up. Where Redis
+-- has lost the run nobody has taken it over.
+if FENCE ~= '' then
+  local last = redis.call('HGET', META, 'last_trainer')
+  if last and last ~= FENCE then return redis.error_reply('FENCED by ' .. last) end
+end
 
 local clock = redis.call('TIME')
 local NOW_MS = clock[1] * 1000 + math.floor(clock[2] / 1000)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from structlog.stdlib import BoundLogger
 
 Result = TypeVar("Result")
+# A trainer that was killed is followed within ten seconds; one that is only slow has some beats to miss.
+_TRAINER_BEATS, _SHORTEST_TERM_S = 4, 2.0
 
 
 @dataclass(kw_only=True)
@@ -55,6 +57,12 @@ class WorkerContext:
     def draining(self) -> asyncio.Event:
         """Set once: claim nothing more, finish or hand back what is held, return."""
         return self.state.draining
+
+    @property
+    def trainer_term_s(self) -> float:
+        """How long the right to train lasts without a sign of life: some heartbeats, at most a lease."""
+        settings = self.config
+        return min(settings.queues.lease_s, max(_TRAINER_BEATS * settings.worker.heartbeat_s, _SHORTEST_TERM_S))
 
     @property
     def is_paused(self) -> bool:
@@ -91,8 +99,12 @@ class WorkerContext:
             self.state.be_busy(None)
 
     def keep_trainer_lock(self) -> None:
-        """From now on the heartbeat renews the trainer's lock, and the worker fails if it is lost."""
+        """From now on the heartbeat renews the trainer's lock, and the worker fails if it is lost.
+
+        What it asks of the streams is refused from the moment that another holds it, heartbeat or not.
+        """
         self.holds_trainer_lock = True
+        self.streams.fence = self.worker_id
 
     async def wait_for_any(self, *events: asyncio.Event, timeout_s: float | None = None) -> None:
         """Until one of the events is set, the worker drains, or time is up."""

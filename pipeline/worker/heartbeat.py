@@ -86,7 +86,7 @@ class Heartbeat:
     async def _renew_lock(self) -> None:
         context = self._context
         if context.holds_trainer_lock:
-            await context.fleet.hold_trainer(context.worker_id, context.config.queues.lease_s)
+            await context.fleet.hold_trainer(context.worker_id, context.trainer_term_s)
 
     async def _look_for_run(self, control: Control) -> None:
         context = self._context

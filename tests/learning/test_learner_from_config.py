@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.config import Config
@@ -90,6 +91,28 @@ def test_state_is_not_changed_by_later_steps(model_dir: Path) -> None:
     learner.step(GROUPS, trainer_version=0)
 
     assert_same(state, before)
+
+
+@pytest.mark.parametrize("sections", [{}, {"lora": {"rank": 4}}], ids=["full", "lora"])
+def test_a_snapshot_is_written_as_it_was_while_training_goes_on(
+    model_dir: Path, tmp_path: Path, sections: dict[str, Any]
+) -> None:
+    learner = policy_learner(make_config(model_dir, **sections))
+    learner.step(GROUPS, trainer_version=0)
+    for name in ("then", "later"):
+        (tmp_path / name).mkdir()
+    learner.save_model(tmp_path / "then")
+    snapshot = learner.snapshot()
+    learner.step(GROUPS, trainer_version=1)
+    snapshot.save_model(tmp_path / "later")
+    (file,) = (path.name for path in (tmp_path / "then").glob("*.safetensors"))
+    then, later = load_file(tmp_path / "then" / file), load_file(tmp_path / "later" / file)
+    assert then.keys() == later.keys()
+    assert all(torch.equal(then[name], later[name]) for name in then)
+    goes_on = policy_learner(make_config(model_dir, **sections))
+    goes_on.load_state_dict(snapshot.state_dict())
+    goes_on.step(GROUPS, trainer_version=1)
+    assert_same(weights_of(goes_on), weights_of(learner))
 
 
 def assert_same(one: object, other: object) -> None:

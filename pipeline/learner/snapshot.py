@@ -1,0 +1,53 @@
+"""A policy as it was at one moment, in host memory, to be written while training goes on.
+
+In: a model that is being trained. Out: a directory that other programs load, and the learner's state.
+What training never changes is not copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.config import ModelSettings
+from pipeline.models.loading import load_tokenizer, quiet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySnapshot:
+    """model: for its configuration and its way to write itself; its weights are not looked at."""
+
+    model: Any
+    weights: Mapping[str, torch.Tensor]
+    state: dict[str, Any]
+    model_settings: ModelSettings | None
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the learner's was."""
+        return self.state
+
+    def save_model(self, directory: Path) -> None:
+        """A Hugging Face directory with the weights (or the adapter) and the tokenizer."""
+        with quiet():
+            self.model.save_pretrained(str(directory), state_dict=dict(self.weights))
+            if self.model_settings is not None:
+                load_tokenizer(self.model_settings).save_pretrained(directory)
+
+
+def weights_to_save(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Name -> tensor in host memory, of `dtype` where it is given. Tensors that share memory go on sharing it."""
+    trained = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+    copies: dict[tuple[int, torch.Size, tuple[int, ...]], torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if key not in copies:
+            wanted = tensor.to(device="cpu", dtype=dtype if tensor.is_floating_point() else None)
+            is_same = wanted.data_ptr() == tensor.data_ptr()
+            copies[key] = wanted.clone() if is_same and (name in trained or not tensor.is_floating_point()) else wanted
+        found[name] = copies[key]
+    return found
