@@ -35,9 +35,9 @@ class _Totals:
     def progress(self) -> tuple[float, float, float]:
         return (self.groups_in, self.groups_out, self.tokens)
 
-    def has_moved_since(self, before: _Totals) -> bool:
-        """Whether anything was counted in between, idle time included."""
-        return self.progress != before.progress or self.idle_s != before.idle_s
+    def has_moved_since(self, before: _Totals, *, with_idle: bool) -> bool:
+        """Whether anything was counted in between. with_idle: time without work counts, too."""
+        return self.progress != before.progress or (with_idle and self.idle_s != before.idle_s)
 
 
 class Rates:
@@ -45,6 +45,7 @@ class Rates:
 
     The window begins and ends where something was counted. A step of the trainer is counted as a
     whole when it ends; between fixed moments its rate would jump with every step that comes or goes.
+    So its waits, which are counted while they last, move no end of the window.
     """
 
     def __init__(self, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -59,14 +60,14 @@ class Rates:
         now = self._read()
         if self._progress != (now.progress, in_work):
             self._progress, self._progress_at = (now.progress, in_work), now.at
-        if now.has_moved_since(self._changes[-1]):
+        if now.has_moved_since(self._changes[-1], with_idle=self._metrics.constants["role"] != "trainer"):
             self._changes.append(now)
         end = self._end(now)
         while len(self._changes) > 2 and end.at - self._changes[1].at >= WINDOW_S:
             self._changes.popleft()
         then = self._changes[0]
         seconds = max(end.at - then.at, 1e-9)
-        idle = {cause: (total - then.idle_s.get(cause, 0.0)) / seconds for cause, total in now.idle_s.items()}
+        idle = {cause: (total - then.idle_s.get(cause, 0.0)) / seconds for cause, total in end.idle_s.items()}
         return {
             "groups_in": int(now.groups_in),
             "groups_out": int(now.groups_out),

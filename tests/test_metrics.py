@@ -13,6 +13,7 @@ from pipeline.metrics import Metrics
 from pipeline.queues.ledger import DropReason
 from pipeline.rates import Rates
 from pipeline.run.metric_table import all_specs, render_table
+from pipeline.run.time_sheet import Doing, TimeSheet
 
 ROOT = Path(__file__).parent.parent
 ALL: list[Spec] = [spec for spec, _ in all_specs()]
@@ -143,6 +144,39 @@ def test_rates_of_steps_that_take_longer_than_the_window_do_not_jump() -> None:
             metrics.tokens_out_total.inc(9000)
         said.append(rates.measure()["tokens_per_s"])
     assert set(said[45:]) == {100.0}
+
+
+def test_waits_of_a_trainer_between_two_steps_do_not_move_its_window() -> None:
+    metrics, now = Metrics("r", "trainer", "w"), [0.0]
+    rates, said = Rates(metrics, clock=lambda: now[0]), []
+    for number in range(1, 500):
+        now[0] = 2.0 * number
+        metrics.idle_seconds_total.labels(cause="no_input").inc(0.5)
+        if number % 45 == 0:
+            metrics.tokens_out_total.inc(9000)
+        said.append(rates.measure())
+    assert {item["tokens_per_s"] for item in said[45:]} == {100.0}
+    assert {item["idle_ratio"] for item in said[45:]} == {0.25}
+
+
+def test_the_time_of_a_trainer_is_counted_while_it_passes() -> None:
+    metrics, now = Metrics("r", "trainer", "w"), [0.0]
+    sheet = TimeSheet(metrics, clock=lambda: now[0])
+    now[0] = 5.0
+    sheet.turn_to(Doing.WAIT_FOR_GROUPS)
+    now[0] = 7.0
+    sheet.tick()
+    assert value(metrics.registry, "idle_seconds_total", cause="no_input") == 2.0
+    now[0] = 8.0
+    sheet.turn_to(Doing.STEP)
+    now[0] = 108.0
+    sheet.tick()
+    now[0] = 110.0
+    sheet.turn_to(None)
+    now[0] = 120.0
+    sheet.tick()
+    assert value(metrics.registry, "idle_seconds_total", cause="no_input") == 3.0
+    assert value(metrics.registry, "busy_seconds_total") == 102.0
 
 
 def test_rates_fall_when_a_step_is_long_overdue() -> None:

@@ -26,6 +26,7 @@ from pipeline.learner import Learner, load_learner
 from pipeline.run.data import RunData, load_run_data
 from pipeline.run.progress import Progress
 from pipeline.run.recovery import Recovery, TrainerState
+from pipeline.run.time_sheet import Doing, TimeSheet
 from pipeline.weights.channel import create_publisher
 from pipeline.worker.lifecycle import WorkerContext, run_worker
 from pipeline.worker.turns import DeviceTurn
@@ -51,6 +52,7 @@ class Trainer:
         )
         self._counted = self._publisher.stats
         self._progress = Progress(context, config)
+        self._time = TimeSheet(context.metrics)
         self._evaluator = Evaluator(context.streams)
         self._feeder = Feeder(
             context.streams,
@@ -131,10 +133,12 @@ class Trainer:
         """A batch; empty at the end of the data; None when drained while waiting."""
         waiting = asyncio.ensure_future(self._collector.next_batch(self._state.version, on_wait=self._say_waiting))
         draining = asyncio.ensure_future(self._context.draining.wait())
+        self._time.turn_to(Doing.WAIT_FOR_GROUPS)
         try:
             await asyncio.wait([waiting, draining], return_when=asyncio.FIRST_COMPLETED)
             return waiting.result() if waiting.done() else None
         finally:
+            self._time.turn_to(None)
             waiting.cancel()
             draining.cancel()
             self._context.waiting_for(None)
@@ -160,9 +164,11 @@ class Trainer:
         groups = [held.group for held in batch]
         version = self._state.version
         started = time.monotonic()
+        self._time.turn_to(Doing.STEP)
         with self._context.busy_with("an optimiser step"):
             metrics = await asyncio.to_thread(self._learner.step, groups, trainer_version=version)
         step_s = time.monotonic() - started
+        self._time.turn_to(None)
         self._state = self._state.after_step([held.lease.group_id for held in batch])
         if self._state.step % self._config.weights.publish_every == 0 or self._has_done_all_steps():
             self._state = self._state.after_publish()
@@ -238,6 +244,7 @@ class Trainer:
         """Nobody would get weights, and perhaps nobody could generate what the next step waits for."""
         while self._publisher.is_serving:
             self._count_transfers()
+            self._time.tick()
             await asyncio.sleep(self._config.worker.heartbeat_s)
         raise WeightError("nothing serves this trainer's weights any more; what was printed above says why")
 

@@ -151,8 +151,6 @@ class Progress:
         metrics.step.set(state.step)
         metrics.last_step_timestamp_seconds.set_to_current_time()
         metrics.step_seconds.observe(row["step_s"])
-        metrics.busy_seconds_total.inc(row["step_s"])
-        metrics.idle_seconds_total.labels(cause="no_input").inc(row["waited_s"])
         metrics.groups_in_total.inc(len(groups))
         metrics.groups_out_total.inc(len(groups))
         metrics.tokens_in_total.inc(row["tokens"])

@@ -108,6 +108,7 @@ def _settings(directory: Path, exporter: str) -> Path:
     rules.mkdir()
     for file in (PROMETHEUS / "rules").glob("*.yml"):
         text = re.sub(r"interval: \d+s", f"interval: {every}", file.read_text(encoding="utf-8"))
+        text = re.sub(r"for: \d+s", "for: 1s", text)
         (rules / file.name).write_text(text, encoding="utf-8")
     path = directory / "prometheus.yml"
     path.write_text(yaml.safe_dump(settings), encoding="utf-8")

@@ -145,6 +145,11 @@ async def test_prometheus_finds_workers_that_come_and_go_and_boards_and_alerts_h
             await asked_without_error(run, prometheus)
             await asyncio.to_thread(draw_boards, prometheus.url, run_name, tmp_path)
 
+            # The one scorer is gone: nothing moves, and the alert names the stage.
+            scorer.kill()
+            expr = 'ALERTS{alertname="RollstreamBlocked", alertstate="firing", stage="scorer", severity="critical"}'
+            await wait_for(run, prometheus, expr, "an alert that names the stage that blocks")
+
             # A run that has ended leaves nothing that Prometheus would look for, and no alarm.
             await run.fleet.stop("the test is over")
             await run.until_over()
