@@ -93,6 +93,11 @@ def _refuse_what_cancels(settings: AlgorithmSettings) -> None:
             "algorithm.kl_importance = true with algorithm.kl_in = 'reward': a KL term in the reward is weighed with "
             "its completion already; set one of them to false or 'loss'"
         )
+    if 0 < settings.dual_clip <= 1:
+        raise ConfigError(
+            f"algorithm.dual_clip = {settings.dual_clip:g} would end the gradient of every token with a negative "
+            "advantage; set it above 1, 3 is usual, or to 0 for none"
+        )
     if settings.band_low > settings.band_high:
         raise ConfigError(
             f"algorithm.band_low = {settings.band_low:g} is above algorithm.band_high = {settings.band_high:g}: "

@@ -90,6 +90,7 @@ def test_any_loss_goes_with_any_correction_and_proximal_policy_or_is_refused(los
         ({"correction": "none", "proximal": "interpolated"}, "uncorrected"),
         ({"kl_importance": True, "kl_in": "reward"}, "weighed with its completion already"),
         ({"band_low": 6.0}, "would mask every token"),
+        ({"dual_clip": 1.0}, "would end the gradient"),
     ],
 )
 def test_parts_that_cancel_each_other_are_refused_with_the_way_out(changes: dict[str, object], message: str) -> None:
