@@ -40,6 +40,15 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """Something that happened. at_s: since the window's start. name: of the board's annotation."""
+
+    at_s: float
+    name: str
+    color: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
     """What is looked at. url: of Prometheus. start, end: Unix seconds. rate_s: what rates are taken over."""
 
@@ -79,6 +88,16 @@ class Window:
                 labels = item["metric"]
                 name = _named(target.get("legendFormat", ""), labels)
                 found.append(Series(name=name, labels=labels, values=self._on_axis(item["values"])))
+        return found
+
+    def marks(self, board: Mapping[str, Any]) -> list[Mark]:
+        """Where each of the board's annotations begins. Raises RuntimeError with what Prometheus says."""
+        found = []
+        for item in board["annotations"]["list"]:
+            for answer in self._ask(self.filled(item["target"]["expr"])):
+                is_there = np.isfinite(self._on_axis(answer["values"]))  # [N]
+                begins = np.flatnonzero(is_there & ~np.concatenate([[False], is_there[:-1]]))
+                found += [Mark(at_s=float(at), name=item["name"], color=item["iconColor"]) for at in self.times[begins]]
         return found
 
     def _on_axis(self, points: list[tuple[float, str]]) -> Values:

@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from deploy.grafana.answers import Series, Values
+from deploy.grafana.answers import Mark, Series, Values
 
 BACK, PANEL, TEXT, FAINT, GRID = "#111217", "#181b1f", "#d8d9da", "#8e8e94", "#2c3036"
 _COLORS = ("#73bf69", "#f2cc0c", "#5794f2", "#ff780a", "#b877d9", "#f2495c", "#5cc8d7", "#ffa6b0", "#96d98d", "#8ab8ff")
@@ -36,17 +36,29 @@ _COLOR_OF = {
     "dead": _COLORS[5],
 }
 _MOST_NAMES = 5
+_OFTEN = ("Checkpoints",)
 _NONE = "-"
 
 Panel = Mapping[str, Any]
 
 
-def draw(axes: Axes, panel: Panel, series: Sequence[Series], times: Values) -> None:
-    """Draw one panel of any kind but a row."""
+def draw(axes: Axes, panel: Panel, series: Sequence[Series], times: Values, marks: Sequence[Mark] = ()) -> None:
+    """Draw one panel of any kind but a row. marks: lines across graphs."""
     axes.set_facecolor(PANEL)
     for spine in axes.spines.values():
         spine.set_visible(False)
     _KINDS[str(panel["type"])](axes, panel, series, times)
+    if panel["type"] == "timeseries":
+        for mark in marks:
+            _mark(axes, mark)
+
+
+def _mark(axes: Axes, mark: Mark) -> None:
+    """A triangle below, as in Grafana; a line only for what is rare."""
+    color, places = _NAMED[mark.color], axes.get_xaxis_transform()
+    axes.plot(mark.at_s, 0.0, marker="^", markersize=3, color=color, transform=places, clip_on=False, label="_")
+    if mark.name not in _OFTEN:
+        axes.axvline(mark.at_s, color=color, linewidth=0.7, linestyle=(0, (3, 3)), alpha=0.8, label="_")
 
 
 def in_unit(value: float, unit: str) -> str:

@@ -45,6 +45,7 @@ def picture(board: dict[str, Any], panels: Sequence[dict[str, Any]], window: Win
     figure.text(0.008, 1 - 1.3 / height, board["title"], color=TEXT, fontsize=14, fontweight="bold", va="center")
     said = f"run {window.run}, {minutes:.0f} minutes"
     figure.text(0.992, 1 - 1.3 / height, said, color=FAINT, fontsize=9, va="center", ha="right")
+    marks = window.marks(board)
     for panel in panels:
         place = panel["gridPos"]
         left, bottom = place["x"] / _COLUMNS, 1 - (place["y"] + place["h"] + _HEAD_ROWS) / height
@@ -67,7 +68,7 @@ def picture(board: dict[str, Any], panels: Sequence[dict[str, Any]], window: Win
                 high - (edges[2] + edges[3]) / height,
             )
         )
-        draw(axes, panel, window.series(panel), window.times)
+        draw(axes, panel, window.series(panel), window.times, marks)
     return figure
 
 

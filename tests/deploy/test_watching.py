@@ -183,6 +183,9 @@ def draw_boards(url: str, run_name: str, directory: Path) -> None:
     now = time.time()
     window = Window(url=url, run=run_name, start=now - _SHOWN_S, end=now, rate_s=10)
     drawn = {}
+    marks = window.marks(read(BOARDS[0]))
+    assert {mark.name for mark in marks} == {"Fleet", "Checkpoints", "Alerts"}
+    assert all(0 <= mark.at_s <= _SHOWN_S for mark in marks)
     for name in ("overview", "scoring"):
         board = read(DEPLOY / "grafana" / "dashboards" / f"{name}.json")
         figure = picture(board, panels_of(board, None), window)
