@@ -166,6 +166,8 @@ def _spawn(program: Path, folder: Path, path: Path, *, persist: bool, remove: Pa
         "logfile": str(folder / LOG_NAME),
         "save": "",
         "appendonly": "yes" if persist else "no",
+        # What was answered is on disk, also where the machine goes down: a hop costs a write of the disk then.
+        "appendfsync": "always",
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
     }

@@ -71,6 +71,21 @@ def test_a_server_without_persistence_is_worth_a_hint(valkey_url: str, tmp_path:
     assert "appendonly" in hint.text
 
 
+def test_a_server_without_persistence_is_an_error_where_the_run_must_outlive_it(
+    own_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    settings = load_config([], environ={"REDIS_URL": own_server.url}, overrides=["redis.must_persist=true"])
+    (error,) = [finding for finding in about(examine(settings), "redis") if not finding.is_ok]
+    assert error.level is Level.ERROR
+    assert "appendonly yes" in error.way_out
+    with sync_redis.Redis.from_url(own_server.url) as client:
+        client.config_set("appendonly", "yes")
+        assert all(finding.is_ok for finding in about(examine(settings), "redis"))
+        client.config_set("appendfsync", "everysec")
+    (hint,) = [finding for finding in about(examine(settings), "redis") if finding.level is Level.HINT]
+    assert "appendfsync always" in hint.way_out
+
+
 def test_an_extra_that_is_missing_says_how_to_get_it(valkey_url: str, tmp_path: Path) -> None:
     findings = examine(config_for(valkey_url, tmp_path))
     for finding in findings:

@@ -193,16 +193,19 @@ def examine_server(config: Config) -> list[Finding]:
                 url = found or stack.enter_context(EmbeddedServer.start()).url
             except RollstreamError as error:
                 return [Finding(subject="redis", level=Level.ERROR, text=str(error))]
-            return _ask_server(url, "embedded server", must_persist=False)
-        return _ask_server(url, mask_url(url), must_persist=True)
+            return _ask_server(url, "embedded server", without_file=None)
+        is_asked_for = config.redis.must_persist
+        return _ask_server(url, mask_url(url), without_file=Level.ERROR if is_asked_for else Level.HINT)
 
 
-def _ask_server(url: str, name: str, *, must_persist: bool) -> list[Finding]:
+def _ask_server(url: str, name: str, *, without_file: Level | None) -> list[Finding]:
+    """without_file: how bad it is that it keeps no append-only file."""
     try:
         with redis.Redis.from_url(
             url, protocol=2, socket_timeout=_PING_TIMEOUT_S, socket_connect_timeout=_PING_TIMEOUT_S
         ) as client:
             info = client.info()
+            fsync = _appendfsync(client)
     except (redis.RedisError, OSError, TypeError) as error:  # TypeError: a word in the URL that nobody knows
         way_out = "start the server, or mend redis.url (REDIS_URL)"
         text = f"{name} does not answer: {type(error).__name__}"
@@ -220,10 +223,22 @@ def _ask_server(url: str, name: str, *, must_persist: bool) -> list[Finding]:
         findings.append(
             Finding(subject="redis", level=Level.ERROR, text=text, way_out="set maxmemory-policy noeviction")
         )
-    if must_persist and not info.get("aof_enabled"):
+    if without_file is not None and not info.get("aof_enabled"):
         text = "appendonly is off: what is queued is lost when the server restarts"
-        findings.append(Finding(subject="redis", level=Level.HINT, text=text, way_out="set appendonly yes"))
+        way_out = "CONFIG SET appendonly yes, and the same in its configuration"
+        findings.append(Finding(subject="redis", level=without_file, text=text, way_out=way_out))
+    elif without_file is Level.ERROR and fsync not in {"always", None}:
+        text = f"appendfsync = {fsync}: what was answered just before the server's machine goes down is undone"
+        findings.append(Finding(subject="redis", level=Level.HINT, text=text, way_out="set appendfsync always"))
     return findings
+
+
+def _appendfsync(client: redis.Redis) -> str | None:
+    """None where the server does not tell us."""
+    try:
+        return str(client.config_get("appendfsync")["appendfsync"])
+    except (redis.RedisError, KeyError):
+        return None
 
 
 def _generation_servers(config: Config) -> list[Finding]:

@@ -34,6 +34,11 @@ class RedisSettings(Section):
         SecretStr(EMBEDDED),
         description='"embedded": a private Valkey, for `demo` and `up`; else a redis://, rediss:// or unix:// URL.',
     )
+    must_persist: bool = Field(
+        False,
+        description="`rollstream doctor` refuses a server without an append-only file, which forgets the run when it "
+        "restarts; false only hints at it.",
+    )
     socket_timeout_s: Seconds = Field(30.0, description="A call that takes longer is retried.")
 
     @property

@@ -50,6 +50,5 @@ class MortalServer:
     def _start(self) -> EmbeddedServer:
         server = EmbeddedServer.start(self._folder, persist=True, binary=self._binary)
         with redis.Redis.from_url(server.url) as client:
-            client.config_set("appendfsync", "always")
             self._pid = int(client.info("server")["process_id"])
         return server

@@ -23,7 +23,7 @@ from tests.integration.harness import SCRIPTED, Run, running
 from tests.integration.processes import Worker
 
 # A completion takes about 50 seconds on a slow generator and a quarter of one on a quick one.
-LENGTH, GROUP_SIZE, NUM_HELD = 1000, 4, 3
+LENGTH, GROUP_SIZE, NUM_HELD = 1000, 4, 8
 LONG = (
     *SCRIPTED,
     f"generation.scripted.length_mean={LENGTH}",
@@ -147,6 +147,9 @@ async def test_a_drained_generator_is_gone_at_once_and_others_go_on_from_its_pre
         rollouts = await completed(run, NUM_HELD)
         assert {*rollouts} == {*left}
         assert await run.metric(heir, "rollstream_tokens_carried_total") == said["tokens"]
+        # Of what the first had drawn nothing is drawn again.
+        num_whole = sum(len(item) for rollout in rollouts.values() for item in rollout.completions)
+        assert await run.metric(heir, "rollstream_tokens_out_total") == num_whole - said["tokens"]
         more = await drained(run, second)
         assert more == {} or len(more) == NUM_HELD  # the heir may have taken them up already
         rollouts |= await completed(run, 2 * NUM_HELD)
@@ -215,7 +218,7 @@ async def test_a_partial_that_is_broken_or_of_another_prompt_is_told_and_not_use
         first = run.start("generator", SLOW)
         await until_in_work(run, first)
         left = await drained(run, first)
-        broken, other, whole = left
+        broken, other, whole, *_ = left
         key = Keys(run.config.run.name).partials
         payload = await run.redis.hget(key, broken)  # type: ignore[misc]
         await run.redis.hset(key, broken, payload[:-40])  # type: ignore[misc]
