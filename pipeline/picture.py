@@ -201,6 +201,7 @@ def _fit(line: Text, width: int, rest: str = "") -> Text:
 
 def _cut(line: Text, width: int) -> Text:
     cut = line.copy()
+    cut.rstrip()
     cut.truncate(width, overflow="ellipsis")
     return cut
 

@@ -55,11 +55,9 @@ async def test_a_picture_fits_and_names_queues_rates_and_workers(redis: Redis, k
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
     assert "▶ step 14" in text
-    assert any(
-        line.rstrip().endswith("▶ step 1234") for line in drawn(dataclasses.replace(status, step=1234), history, width)
-    )
+    assert any(line.endswith("▶ step 1234") for line in drawn(dataclasses.replace(status, step=1234), history, width))
     far = drawn(dataclasses.replace(status, step=123456789), history, width)
-    assert any(line.rstrip().endswith("123456789") for line in far), "a number is never cut"
+    assert any(line.endswith("123456789") for line in far), "a number is never cut"
     for words in ("┌prompts", "┌rollouts", "┌scored", "2 waiting", "1 in work", "feeder", "limited by generator", "▲"):
         assert words in text
     assert "2/s" in text, "ten groups in five seconds"
