@@ -34,16 +34,17 @@ from pipeline.settings.files import load_config
 
 _GROUP_SIZE, _GROUPS_PER_STEP, _SLOTS = 4, 16, 64
 _LENGTH_MEAN, _LONGEST = 64, 4096
-_CAPACITY, _FAST_CAPACITY = 1.1, 2.5
+_CAPACITY, _FAST_CAPACITY, _FAST_SIGMA = 1.1, 2.5, 0.5
 _MAX_STALENESS = 4
 _WARM_UP = 6
-SIGMAS = {"sigma_0": 0.0, "sigma_05": 0.5, "sigma_1": 1.0}
+SIGMAS = (0.0, 0.5, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is measured. step_s: of the trainer. num_sync, num_async: steps that count."""
+    """What is measured. sigmas: of the lengths. step_s: of the trainer. num_sync, num_async: steps that count."""
 
+    sigmas: Sequence[float]
     step_s: float
     num_sync: int
     num_async: int
@@ -65,7 +66,8 @@ def overlap(load: Load) -> dict[str, float]:
     """All results."""
     results: dict[str, float] = {}
     idle: list[float] = []
-    for name, sigma in SIGMAS.items():
+    for sigma in load.sigmas:
+        name = f"sigma_{sigma:g}".replace(".", "")
         synchronous = run(load, sigma, max_staleness=0, capacity=_CAPACITY)
         ahead = run(load, sigma, max_staleness=_MAX_STALENESS, capacity=_CAPACITY)
         speedup = synchronous.wall_s / ahead.wall_s
@@ -80,7 +82,7 @@ def overlap(load: Load) -> dict[str, float]:
             f"trainer_idle_ratio_{name}": ahead.idle_ratio,
             f"staleness_mean_{name}": ahead.staleness_mean,
         }
-    fast = run(load, 0.5, max_staleness=_MAX_STALENESS, capacity=_FAST_CAPACITY, policy="drop")
+    fast = run(load, _FAST_SIGMA, max_staleness=_MAX_STALENESS, capacity=_FAST_CAPACITY, policy="drop")
     results |= {
         "trainer_idle_ratio": max(idle),
         "stale_drop_ratio": fast.ledger.dropped.get("stale", 0) / fast.ledger.fed,
@@ -157,13 +159,19 @@ def main() -> None:
     """Measure what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--sigmas", type=float, nargs="+", default=SIGMAS, help="spread of the log-normal lengths")
     parser.add_argument("--step-s", type=float, default=0.5, help="seconds that a step of the trainer takes")
-    parser.add_argument("--sync-steps", type=int, default=10, help="synchronous steps that count")
-    parser.add_argument("--async-steps", type=int, default=24, help="steps that count where both run at once")
+    parser.add_argument("--sync-steps", type=int, default=6, help="synchronous steps that count")
+    parser.add_argument("--async-steps", type=int, default=16, help="steps that count where both run at once")
     arguments = parser.parse_args()
-    if arguments.step_s <= 0 or min(arguments.sync_steps, arguments.async_steps) < 1:
-        sys.exit("error: --step-s, --sync-steps and --async-steps are above 0")
-    load = Load(step_s=arguments.step_s, num_sync=arguments.sync_steps, num_async=arguments.async_steps)
+    if arguments.step_s <= 0 or min(arguments.sync_steps, arguments.async_steps) < 1 or min(arguments.sigmas) < 0:
+        sys.exit("error: --step-s, --sync-steps and --async-steps are above 0, --sigmas are not below")
+    load = Load(
+        sigmas=arguments.sigmas,
+        step_s=arguments.step_s,
+        num_sync=arguments.sync_steps,
+        num_async=arguments.async_steps,
+    )
     report("overlap", overlap(load), as_json=arguments.json)
 
 
