@@ -85,6 +85,36 @@ def test_a_setting_that_nothing_reads_is_named(more: list[str], unread: str, set
     assert unread in warning
 
 
+def test_a_variable_with_one_underscore_too_few_is_named(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLSTREAM_STALENESS_MAX_STALENESS", "4")
+    monkeypatch.setenv("ROLLSTREAM_WORKER_PORT", "tcp://10.0.0.1:80")
+    (warning,) = check(load(settings)).warnings
+    assert "write ROLLSTREAM_STALENESS__MAX_STALENESS" in warning
+
+
+def test_rewards_are_called_where_that_is_asked_for(settings: list[str]) -> None:
+    own = "scoring.rewards=[{function='tests.rewards.samples:num_letters'}, {function='exact_match'}]"
+    report = check(load(settings, own, "generation.group_size=3"), calls_rewards=True)
+    assert "num_letters gave 7, 7, 7 to made-up completions" in facts(report, "rewards")
+    assert "exact_match gave 0, 0, 0" in facts(report, "rewards")
+
+
+@pytest.mark.parametrize(
+    ("function", "more", "problem"),
+    [
+        ("raises", "", "KeyError"),
+        ("hangs", ", timeout_s=0.3", "took longer than 0.3 s"),
+    ],
+)
+def test_a_reward_that_fails_its_trial_is_named_with_what_it_did(
+    function: str, more: str, problem: str, settings: list[str]
+) -> None:
+    own = f"scoring.rewards=[{{function='tests.rewards.samples:{function}'{more}}}]"
+    check(load(settings, own))
+    with pytest.raises(ConfigError, match=rf"scoring\.rewards: {function}.*{problem}.*data\.jsonl"):
+        check(load(settings, own), calls_rewards=True)
+
+
 @pytest.mark.parametrize(
     ("function", "lacking"),
     [("tests.rewards.samples:is_right", "answer"), ("tests.rewards.samples:sees", "seen"), ("exact_match", "answer")],

@@ -301,3 +301,12 @@ def test_the_schema_accepts_the_reference_and_refuses_a_typing_error() -> None:
 def test_settings_that_cannot_work_are_refused(overrides: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         load_config([], environ={}, overrides=overrides)
+
+
+def test_keys_of_a_free_table_may_be_set_one_by_one() -> None:
+    config = load_config(
+        [],
+        environ={"ROLLSTREAM_GENERATION__VLLM__MAX_MODEL_LEN": "64"},
+        overrides=["generation.vllm.tensor_parallel_size=2", "generation.vllm.quantization=fp8"],
+    )
+    assert config.generation.vllm == {"max_model_len": 64, "tensor_parallel_size": 2, "quantization": "fp8"}

@@ -6,6 +6,7 @@ ConfigError with a line for each problem. It makes the checks that the workers m
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from pipeline.config import Config, GenerationSettings
 from pipeline.engines.vllm_options import check_arguments, require_installed
 from pipeline.errors import ConfigError, UsageError
 from pipeline.prompts import Dataset
+from pipeline.settings.sources import near_misses
 
 # Enough to meet every kind of row, and read in a second.
 MAX_ROWS = 1000
@@ -45,12 +47,16 @@ class Report:
             self.problems += str(error).splitlines()
 
 
-def check(config: Config) -> Report:
-    """Everything, the model and the server included. Raises ConfigError."""
+def check(config: Config, *, calls_rewards: bool = False) -> Report:
+    """Everything, the model and the server included. Raises ConfigError.
+
+    calls_rewards: each reward function is called once, which may cost money or have effects.
+    """
     from pipeline.checks import model
 
     heavy = (model.algorithm, model.devices, model.prompts, model.policy)
-    return _examined(Report(config=config), (*_QUICK, *heavy, _server))
+    trial = (_trial,) if calls_rewards else ()
+    return _examined(Report(config=config), (*_QUICK, *trial, *heavy, _server))
 
 
 def check_quickly(config: Config) -> Report:
@@ -79,6 +85,7 @@ def _engine(report: Report) -> None:
 def _unread(report: Report) -> None:
     """What is set and will not be looked at."""
     config = report.config
+    report.warnings += near_misses(os.environ)
     generation, defaults = config.generation, GenerationSettings()
     for name in ("scripted", "vllm", "openai"):
         if name != generation.engine and getattr(generation, name) != getattr(defaults, name):
@@ -193,6 +200,17 @@ def _rewards(report: Report) -> None:
     ]
     rewards = load_rewards(report.config.scoring.rewards, rows)
     report.saw("rewards", ", ".join(f"{reward.name} (weight {reward.weight:g})" for reward in rewards))
+
+
+def _trial(report: Report) -> None:
+    from pipeline.rewards.loading import TrialRow
+    from pipeline.rewards.trial import call_rewards
+
+    for dataset in report.datasets[:1]:
+        row = TrialRow(where=dataset.where(0), prompt=dataset[0].prompt, columns=dataset[0].columns)
+        group_size = report.config.generation.group_size
+        for line in call_rewards(report.config.scoring, row, group_size=group_size):
+            report.saw("rewards", line)
 
 
 def _server(report: Report) -> None:

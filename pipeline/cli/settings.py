@@ -37,11 +37,12 @@ def show_config(sources: Sources, is_json: bool, is_reference: bool) -> int:
 
 @config.command("check")
 @takes_config
-def check_config(sources: Sources) -> int:
+@click.option("--call-rewards", "calls_rewards", is_flag=True, help="Call each reward once, on made-up completions.")
+def check_config(sources: Sources, calls_rewards: bool) -> int:
     """Check the settings and everything they name: data, reward functions, prompts, model."""
     from pipeline.checks.config import check
 
-    report = check(sources.load())
+    report = check(sources.load(), calls_rewards=calls_rewards)
     for subject, text in report.facts:
         click.echo(f"{subject:<8}  {text}")
     for warning in report.warnings:

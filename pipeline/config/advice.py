@@ -44,4 +44,9 @@ def advice(algorithm: AlgorithmSettings, generation: GenerationSettings, stalene
             f"algorithm.proximal = 'recomputed' with algorithm.correction = {resolved.correction!r}: tokens of older "
             "weights are trained on as if they were new; set proximal to 'generator', or correction to 'tis'"
         )
+    if generation.group_size == 1 and resolved.advantage != "reinforce_pp" and resolved.process == "none":
+        found.append(
+            f"generation.group_size = 1: algorithm.advantage = {resolved.advantage!r} compares a completion with the "
+            "others of its group, so nothing would be learnt; raise it, or set the advantage to 'reinforce_pp'"
+        )
     return found

@@ -46,14 +46,17 @@ class Optimizer:
     def step(self, loss: Tensor) -> Update:
         """Clip and apply the gradients that are there; skip when they or `loss` are not finite.
 
-        The schedule goes on either way: it counts the batches that were used up.
+        A gradient of exactly 0, as of a batch in which all rewards of each group are equal, changes
+        neither weights nor moments: AdamW would go on by its momentum, and forget the scale of the
+        gradients, so that the next one moved the weights too far. The schedule goes on in every case: it
+        counts the batches that were used up.
         """
         rate = learning_rate(self._trainer, self._num_steps)
         for group in self._adamw.param_groups:
             group["lr"] = rate
         norm = nn.utils.clip_grad_norm_(self._parameters.values(), self._trainer.max_grad_norm)
         is_applied = bool(torch.isfinite(norm) & torch.isfinite(loss))
-        if is_applied:
+        if is_applied and norm > 0:
             self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
         self._num_steps += 1

@@ -20,6 +20,7 @@ from pipeline.pace import Pace
 from pipeline.records.recorder import LOST_FILE, Recorder
 from pipeline.records.tracking import create_trackers
 from pipeline.run.recovery import TrainerState
+from pipeline.run.signal import SignalWatch
 from pipeline.staleness import assess
 from pipeline.streams import DropReason, Lease
 from pipeline.worker.lifecycle import WorkerContext
@@ -54,6 +55,7 @@ class Progress:
         self._config = config
         self._recorder = Recorder(config.run_dir, "trainer")
         self._pace = Pace()
+        self._signal = SignalWatch()
         self._trackers = create_trackers(
             config.tracking, config.run_dir, config.run.name, config.model_dump(mode="json")
         )
@@ -111,6 +113,14 @@ class Progress:
             weight_version=state.version,
             limited_by=pace["limited_by"],
         )
+        if num_steps := self._signal.step(row):
+            self._context.log.warning(
+                "nothing_learnt",
+                steps=num_steps,
+                reason="in no group of these steps did the rewards differ, so that all advantages were 0",
+                way_out="prompts that are neither solved nor failed every time, algorithm.drop_zero_variance = true, "
+                "or a finer reward",
+            )
 
     def _row(
         self,

@@ -19,7 +19,7 @@ from pipeline.config import Config
 from pipeline.errors import ConfigError
 from pipeline.messages import Json
 from pipeline.settings.problems import disagreements, mask_url, problems_of, server_name, unknown_setting
-from pipeline.settings.reference import render_reference, schema, sections, settings, to_toml
+from pipeline.settings.reference import render_reference, schema, sections, setting_named, settings, to_toml
 from pipeline.settings.sources import Layered, parse_value, read_toml, single_settings
 
 __all__ = ["fingerprint", "load_config", "mask_url", "masked", "render_reference", "schema", "server_name", "show"]
@@ -63,7 +63,7 @@ def load_config(
     for path in paths:
         written.add(read_toml(Path(path)), str(path))
     for source, name, text in single_settings(os.environ if environ is None else environ, overrides):
-        setting = settings().get(name)
+        setting = setting_named(name)
         if setting is None:
             problems.append(unknown_setting(tuple(name.split(".")), source))
             continue

@@ -57,6 +57,11 @@ class Setting:
         return get_origin(kind) is list and not _section_of_list(self.field)
 
     @property
+    def is_free_table(self) -> bool:
+        """Whether its value is a table of any keys."""
+        return get_origin(self.field.annotation) is dict
+
+    @property
     def is_secret(self) -> bool:
         return self.field.annotation is SecretStr
 
@@ -64,6 +69,16 @@ class Setting:
 def settings() -> dict[str, Setting]:
     """Every setting that stands in a table of its own, by dotted path, in data-flow order."""
     return {setting.path: setting for setting in _settings_of(Config, "")}
+
+
+def setting_named(name: str) -> Setting | None:
+    """The setting of that dotted name; of a table whose keys are free, as [generation.vllm], also any key in it."""
+    known = settings()
+    table, _, key = name.rpartition(".")
+    outer = known.get(table)
+    if name not in known and key and outer is not None and outer.is_free_table:
+        return Setting(section=table, key=key, field=FieldInfo())
+    return known.get(name)
 
 
 def sections() -> list[str]:

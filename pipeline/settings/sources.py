@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from pipeline.errors import ConfigError
 from pipeline.messages import Json
-from pipeline.settings.reference import Setting
+from pipeline.settings.reference import Setting, settings
 
 SettingPath: TypeAlias = tuple[str | int, ...]
 _PREFIX = "ROLLSTREAM_"
@@ -114,6 +114,16 @@ def single_settings(environ: Mapping[str, str], overrides: Sequence[str]) -> Ite
         if not equals:
             raise ConfigError(f"--set {override}: write it as section.key=value")
         yield f"--set {name}", name.strip(), text.strip()
+
+
+def near_misses(environ: Mapping[str, str]) -> list[str]:
+    """Variables that would be settings with a double underscore, and so are not read."""
+    variables = {f"{_PREFIX}{path.upper().replace('.', '_')}": path for path in settings()}
+    return [
+        f"environment {name} is not read: write {_PREFIX}{variables[name].upper().replace('.', '__')}"
+        for name in sorted(environ)
+        if name in variables and not environ[name].startswith("tcp://")  # Kubernetes gives services such values
+    ]
 
 
 def parse_value(text: str, setting: Setting) -> Json:

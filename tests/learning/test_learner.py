@@ -145,6 +145,22 @@ def test_batch_with_nothing_to_train_on_changes_nothing() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_batch_of_equal_rewards_leaves_weights_and_moments_as_they_are() -> None:
+    model = tiny_llama()
+    learner = make_learner(model)
+    learner.step(random_groups(model), trainer_version=0)
+    before = learner.state_dict()
+    equal = [make_group([Row(token_ids=[4, 5], reward=1.0), Row(token_ids=[6], reward=1.0)])]
+
+    metrics = learner.step(equal, trainer_version=0)
+
+    assert (metrics["grad_norm"], metrics["skipped_steps"], metrics["zero_variance_groups"]) == (0, 0, 1)
+    after = learner.state_dict()
+    assert after["num_steps"] == 2
+    for name in ("weights", "adamw"):
+        torch.testing.assert_close(after[name], before[name], rtol=0, atol=0)
+
+
 def test_stale_tokens_are_masked_one_by_one_and_the_baseline_keeps_their_completion() -> None:
     """S5: the loss is a mean over the tokens that are left."""
     model = tiny_llama()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from pipeline.weights.codec import WeightObject
 from pipeline.weights.protocol import Header, Kind
 from pipeline.weights.subscriber_stats import Phase
 from tests.weights.states import FAST, at, channel, make_state, next_within, same, tensor, until
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 async def test_tensors_arrive_bit_for_bit_under_their_version() -> None:
@@ -254,3 +257,10 @@ def test_neither_end_needs_torch_and_the_carriers_need_no_zeromq() -> None:
 def test_more_credits_than_a_publisher_queues_are_refused() -> None:
     with pytest.raises(ValueError, match="credits"):
         WeightSettings(credits=257)
+
+
+def test_the_example_of_the_documentation_runs() -> None:
+    text = (ROOT / "docs/protocol.md").read_text()
+    code = text.partition("```python\n")[2].partition("```")[0]
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "2 (2,)\n"), done.stderr
