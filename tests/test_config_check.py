@@ -153,8 +153,13 @@ def test_rows_with_other_columns_are_a_warning_where_rewards_do_without(settings
 
 def test_a_choice_that_is_known_to_fail_is_a_warning_with_the_way_out(settings: list[str]) -> None:
     changes = ("algorithm.correction=importance", "staleness.max_staleness=4")
-    (warning,) = check(load(settings, *changes)).warnings
+    (warning,) = check_quickly(load(settings, *changes)).warnings
     assert "variance grows with age; set it to 'tis'" in warning
+
+
+def test_parts_of_an_algorithm_that_cancel_each_other_are_refused_before_anything_starts(settings: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"counts the same ratio twice.*; set algorithm\.proximal"):
+        load(settings, "algorithm.proximal=generator", "algorithm.correction=tis")
 
 
 def test_held_out_rows_are_tried_too(settings: list[str], tmp_path: Path) -> None:

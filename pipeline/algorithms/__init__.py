@@ -21,7 +21,7 @@ from pipeline.algorithms.process import with_process_rewards
 from pipeline.algorithms.proximal import PROXIMALS
 from pipeline.algorithms.sequence_corrections import m2po_limit
 from pipeline.config import AlgorithmSettings
-from pipeline.config.algorithm import WEIGHTING
+from pipeline.config.conflicts import conflicts
 from pipeline.config.presets import PRESETS
 from pipeline.errors import ConfigError
 
@@ -63,7 +63,8 @@ def resolve_algorithm(settings: AlgorithmSettings) -> Algorithm:
         divergence=_look_up("kl_estimator", resolved.kl_estimator, DIVERGENCES),
         settings=resolved,
     )
-    _refuse_what_cancels(resolved)
+    if problems := conflicts(resolved):
+        raise ConfigError("\n".join(problems))
     return algorithm
 
 
@@ -73,33 +74,3 @@ def _look_up(setting: str, name: str, table: Mapping[str, Entry]) -> Entry:
     nearest = difflib.get_close_matches(name, table, n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
     raise ConfigError(f"algorithm.{setting} = {name!r} is not known{hint} There are: {', '.join(sorted(table))}")
-
-
-def _refuse_what_cancels(settings: AlgorithmSettings) -> None:
-    if settings.correction in WEIGHTING and settings.proximal == "generator":
-        raise ConfigError(
-            f"algorithm.correction = {settings.correction!r} with algorithm.proximal = 'generator' counts the same "
-            "ratio twice, once as the weight and once in the loss; set algorithm.proximal to 'recomputed' or "
-            "'interpolated', or algorithm.correction to 'none', 'm2po' or 'opsm'"
-        )
-    if settings.correction not in WEIGHTING and settings.proximal == "interpolated":
-        raise ConfigError(
-            f"algorithm.proximal = 'interpolated' with algorithm.correction = {settings.correction!r} leaves the part "
-            "between the generator and the interpolated policy uncorrected; set algorithm.correction to 'tis' or "
-            "another that weighs tokens, or algorithm.proximal to 'generator'"
-        )
-    if settings.kl_importance and settings.kl_in == "reward":
-        raise ConfigError(
-            "algorithm.kl_importance = true with algorithm.kl_in = 'reward': a KL term in the reward is weighed with "
-            "its completion already; set one of them to false or 'loss'"
-        )
-    if 0 < settings.dual_clip <= 1:
-        raise ConfigError(
-            f"algorithm.dual_clip = {settings.dual_clip:g} would end the gradient of every token with a negative "
-            "advantage; set it above 1, 3 is usual, or to 0 for none"
-        )
-    if settings.band_low > settings.band_high:
-        raise ConfigError(
-            f"algorithm.band_low = {settings.band_low:g} is above algorithm.band_high = {settings.band_high:g}: "
-            "icepop would mask every token; set it below"
-        )

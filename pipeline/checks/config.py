@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pipeline.config import Config, GenerationSettings
+from pipeline.config.advice import advice
 from pipeline.engines.vllm_options import check_arguments, require_installed
 from pipeline.errors import ConfigError, UsageError
 from pipeline.prompts import Dataset
@@ -139,6 +140,11 @@ def _steps(report: Report) -> None:
     check_schedule(report.config.trainer)
 
 
+def _advice(report: Report) -> None:
+    config = report.config
+    report.warnings += advice(config.algorithm, config.generation, config.staleness)
+
+
 def _trackers(report: Report) -> None:
     from pipeline.records.tracking import require_trackers
 
@@ -229,4 +235,4 @@ def _server(report: Report) -> None:
             report.warnings.append(f"redis.url: {finding.text}; {finding.way_out}")
 
 
-_QUICK = (_engine, _unread, _keys, _store, _steps, _trackers, _model_files, _training, _held_out, _rewards)
+_QUICK = (_engine, _unread, _keys, _store, _steps, _advice, _trackers, _model_files, _training, _held_out, _rewards)

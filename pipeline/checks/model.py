@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from pipeline.algorithms import resolve_algorithm
 from pipeline.checks.config import MAX_ROWS, Report
-from pipeline.config.advice import advice
 from pipeline.models.loading import context_length, load_config, load_skeleton, resolve_device
 from pipeline.models.routing import check_model_type
 from pipeline.models.weights import ADAPTER_MARK
@@ -17,10 +16,8 @@ from pipeline.run.data import RunData, load_run_data
 
 
 def algorithm(report: Report) -> None:
-    """Every name is in its table, and what goes together may be meant."""
-    config = report.config
-    resolve_algorithm(config.algorithm)
-    report.warnings += advice(config.algorithm, config.generation, config.staleness)
+    """Every name is in its table."""
+    resolve_algorithm(report.config.algorithm)
 
 
 def devices(report: Report) -> None:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pipeline.config import EMBEDDED, Config, RedisSettings, RewardSettings
+from pipeline.config.conflicts import conflicts
 from pipeline.errors import ConfigError
 from pipeline.keys import Keys
 from pipeline.messages import Json
@@ -90,7 +91,7 @@ def disagreements(config: Config) -> list[str]:
             f"evaluation.every_steps = {config.evaluation.every_steps}: data.eval_path is empty; "
             "name the held-out prompts there"
         )
-    return problems + _engine_problems(config)
+    return problems + conflicts(config.algorithm) + _engine_problems(config)
 
 
 def _engine_problems(config: Config) -> list[str]:
