@@ -223,6 +223,13 @@ class Metrics(LearningMetrics, WeightMetrics):
     checkpoint_seconds = histogram(
         "seconds", "Time to write a checkpoint.", "Longer than it should be: the disk.", buckets=SECONDS, roles=_TRAINER
     )
+    checkpoint_pause_seconds = histogram(
+        "seconds",
+        "Training stood still for a checkpoint.",
+        "Copying what it holds; writing goes on beside the next steps.",
+        buckets=SECONDS,
+        roles=_TRAINER,
+    )
     checkpoint_step = late_gauge(
         "steps", "Step of the newest checkpoint.", "What comes after it is lost with the trainer.", roles=_TRAINER
     )

@@ -269,11 +269,17 @@ class Recovery:
         }
         await context.fleet.hold_trainer(context.worker_id, context.trainer_term_s)
         started = time.monotonic()
-        path = await asyncio.to_thread(self._checkpoints.save, state.step, learner=learner, state=content)
+        try:
+            path = await asyncio.to_thread(self._checkpoints.save, state.step, learner=learner, state=content)
+        except CheckpointError:
+            context.metrics.checkpoint_failures_total.inc()
+            raise
         self._saved_step = state.step
         await context.streams.commit(state.uncommitted)
         self._committed = frozenset(state.uncommitted)
         context.metrics.checkpoint_seconds.observe(time.monotonic() - started)
+        context.metrics.checkpoint_pause_seconds.observe(pause_s)
+        context.metrics.checkpoint_step.set(state.step)
         context.log.info("checkpoint_written", step=state.step, path=str(path), pause_s=round(pause_s, 3))
 
 

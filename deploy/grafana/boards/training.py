@@ -79,11 +79,11 @@ _STEP = Row(
         ),
         graph(
             "Where time goes",
-            "Shares; what is missing to 100 % is publishing, checkpoints and counting.",
+            "Shares; what is missing to 100 % is counting and evaluation.",
             Query(total("busy_seconds_total", TRAINER), "steps"),
             Query(total("idle_seconds_total", TRAINER, "cause"), "{{cause}}"),
             Query(total("weight_publish_seconds_sum", TRAINER), "publishing"),
-            Query(total("checkpoint_seconds_sum", TRAINER), "checkpoints"),
+            Query(total("checkpoint_pause_seconds_sum", TRAINER), "checkpoints"),
             unit=RATIO,
             is_stacked=True,
         ),
@@ -177,8 +177,9 @@ _KEPT = Row(
     panels=(
         graph(
             "Time of a checkpoint",
-            "Longer than it should be: the disk.",
-            Query(average("checkpoint_seconds", TRAINER), "mean"),
+            "Longer than it should be: the disk. Training stands still only for the pause.",
+            Query(average("checkpoint_seconds", TRAINER), "writing"),
+            Query(average("checkpoint_pause_seconds", TRAINER), "pause"),
             unit=SECONDS,
         ),
         graph(
