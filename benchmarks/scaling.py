@@ -72,12 +72,14 @@ class Measurement:
             await asyncio.sleep(_SETTLE_S)
             rates[number] = await self._rate()
         first, last = self._load.numbers[0], self._load.numbers[-1]
-        killed = time.monotonic()
+        killed, there_at = time.monotonic(), list[float]()
         for index in range(last // 2):
             os.kill(self._supervisor.pids[f"{GENERATOR}-{index + 1}"], signal.SIGKILL)
+        there = asyncio.create_task(self._until_there(last))
+        there.add_done_callback(lambda _: there_at.append(time.monotonic()))
         await asyncio.sleep(_BACK_AFTER_S)
         back = await self._rate()
-        await self._until_there(last)
+        await there
         ledger = await self._streams.ledger()
         lost = ledger.fed - ledger.trained - ledger.live
         return {
@@ -88,7 +90,7 @@ class Measurement:
             "refused": ledger.refused,
             **{f"groups_per_s_{number}": rate for number, rate in rates.items()},
             "groups_per_s_by_lengths": _GROUPS_AT_ONCE / self._load.group_s,
-            "watched_after_kill_s": time.monotonic() - killed,
+            "all_there_after_s": there_at[0] - killed,
         }
 
     async def _until_there(self, number: int) -> None:
@@ -97,9 +99,9 @@ class Measurement:
         async with asyncio.timeout(_READY_S):
             while True:
                 asked = asked or await self._scaling.ask({GENERATOR: number}) is not None
-                workers = [worker for worker in await self._fleet.workers() if worker.is_alive]
-                ready = [worker for worker in workers if worker.role == GENERATOR and worker.status.get("ready")]
-                if asked and len(ready) >= number and self._num_steps():
+                ready = {worker.pid for worker in await self._fleet.workers() if worker.status.get("ready")}
+                pids = {pid for name, pid in self._supervisor.pids.items() if name.startswith(GENERATOR)}
+                if asked and len(ready & pids) == number and self._num_steps():
                     return
                 await asyncio.sleep(_LOOK_EVERY_S)
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Mapping
 
 import pytest
+from redis.asyncio import Redis
 
-from pipeline.config import AutoscaleSettings
+from pipeline.config import AutoscaleSettings, QueueSettings
 from pipeline.errors import ConfigError
+from pipeline.fleet import Fleet
+from pipeline.keys import Keys
 from pipeline.local.autoscale import Sample, Signals, Stage, decide, signals_of
-from pipeline.scaling import GENERATOR, SCORER
+from pipeline.local.autoscaler import Autoscaler
+from pipeline.scaling import GENERATOR, SCORER, Scaling
 from pipeline.settings.files import load_config
+from pipeline.streams import Streams
 
 SETTINGS = AutoscaleSettings(max_generators=8, max_scorers=6)
 CALM = Stage(num_ours=2, num_ready=2, num_workers=2, slots=8.0, waiting=0, in_work=15.0)
@@ -101,6 +107,45 @@ def test_nothing_is_known_of_a_trainer_that_came_within_the_window() -> None:
     for first in (sample(10, 100.0, 1, 1, trainer="u"), sample(10, None, 1, 1), sample(20, 1.0, 1, 1)):
         found = signals_of([first, sample(20, 104.0, 1, 1)], {GENERATOR: 1}, {GENERATOR: 4.0}, since_change_s=7)
         assert found.trainer_idle_ratio is None
+
+
+@pytest.mark.parametrize("setting", ["run.topology='colocated'", "generation.engine='openai'"])
+def test_where_generators_would_only_wait_for_each_other_more_are_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match=r"autoscale.max_generators = 4.*set it to 1"):
+        load_config([], environ={}, overrides=["autoscale.enabled=true", setting])
+    load_config([], environ={}, overrides=["autoscale.enabled=true", "autoscale.max_generators=1", setting])
+
+
+async def test_who_left_a_run_that_is_over_or_paused_is_not_replaced(redis: Redis, keys: Keys) -> None:
+    fleet, scaling, said = Fleet(redis, keys), Scaling(redis, keys), list[str]()
+    await Streams(redis, keys, QueueSettings(), consumer="test").open()
+    await scaling.keep("up", {GENERATOR: (0, 0), SCORER: (0, 0)}, ttl_s=60)
+    config = load_config([], environ={}, overrides=["autoscale.window_s=0.1"])
+
+    async def watched(until: asyncio.Event) -> None:
+        looked = iter(range(3))
+
+        def numbers() -> dict[str, int]:
+            if next(looked, None) is None:
+                until.set()
+            return {GENERATOR: 0, SCORER: 0}
+
+        watching = asyncio.create_task(Autoscaler(config, numbers, said.append).run(redis, keys, scaling))
+        async with asyncio.timeout(30):
+            await until.wait()
+        watching.cancel()
+        await asyncio.wait([watching])
+
+    await fleet.stop("all steps are done")
+    await watched(asyncio.Event())
+    await redis.delete(keys.control)
+    await fleet.pause()
+    await watched(asyncio.Event())
+    assert said == []
+    await fleet.resume()
+    await watched(asyncio.Event())
+    assert said[0] == "autoscale: 0 -> 1 generators: the bounds are 1 and 4"
+    assert await scaling.ask({SCORER: 1}) == {SCORER: 1}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import click
 
-from pipeline.errors import ServiceUnavailableError
+from pipeline.errors import ConfigError, ServiceUnavailableError
 from pipeline.run.status import RunStatus
 
 _INTERVAL_S = 1.0
@@ -57,6 +57,9 @@ def _draw(look: Callable[[], RunStatus], has_ended: Callable[[], bool]) -> None:
                 status, note = look(), ""
             except ServiceUnavailableError as error:  # it may come back, and the workers wait for it, too
                 note = str(error)
+            except ConfigError:
+                if not has_ended():
+                    raise
 
 
 def plain(render: Callable[[RunStatus], str]) -> Callable[[RunStatus], None]:

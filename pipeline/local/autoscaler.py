@@ -52,7 +52,10 @@ class Autoscaler:
             await asyncio.sleep(self._settings.window_s / _SAMPLES)
 
     async def _look(self, fleet: Fleet, accounts: Accounts, scaling: Scaling) -> None:
-        numbers = self._numbers()
+        numbers, facts = self._numbers(), await fleet.facts()
+        if facts.is_paused or facts.stop_reason is not None:
+            self._samples.clear()  # nobody works, and that says nothing of how many there should be
+            return
         if numbers != self._seen:
             self._samples.clear()
             if self._seen:

@@ -86,12 +86,25 @@ def disagreements(config: Config) -> list[str]:
             f"weights.relay = true: with weights.store = {config.weights.store!r} every machine reads the store "
             "itself; set it to false"
         )
+    if config.autoscale.enabled and config.autoscale.max_generators > 1 and _has_one_generator(config):
+        problems.append(
+            f"autoscale.max_generators = {config.autoscale.max_generators}: {_has_one_generator(config)}; set it to 1"
+        )
     if config.evaluation.every_steps and not config.data.eval_path:
         problems.append(
             f"evaluation.every_steps = {config.evaluation.every_steps}: data.eval_path is empty; "
             "name the held-out prompts there"
         )
     return problems + conflicts(config.algorithm) + _engine_problems(config)
+
+
+def _has_one_generator(config: Config) -> str:
+    """Why more generators would only wait for each other; empty where they would not."""
+    if config.is_colocated:
+        return 'with run.topology = "colocated" generators take turns on one device'
+    if config.generation.engine == "openai":
+        return 'with generation.engine = "openai" one generator has the servers for itself'
+    return ""
 
 
 def _engine_problems(config: Config) -> list[str]:
