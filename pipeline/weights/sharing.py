@@ -60,6 +60,7 @@ class SharedSubscriber:
         self._mapped: Mapped | None = None  # the newest, of another process
         self._seen: tuple[tuple[int, int], int] | None = None  # CURRENT as it was, and its version
         self._unmapped_since: float | None = None
+        self._sign: tuple[int, float] | None = None  # of the receiver's life, and since when it was not renewed
         self._is_alone = False
         self._stats = SubscriberStats(phase=Phase.NEIGHBOUR)
 
@@ -71,10 +72,11 @@ class SharedSubscriber:
         floor = NOTHING if newer_than is None else newer_than
         looks = 0
         while (content := self._shared_above(floor)) is None:
-            if looks % _LEAD_EVERY == 0:
-                if self._receiving is None and self._may_receive():
+            if looks % _LEAD_EVERY == 0 and self._receiving is None:
+                if self._may_receive():
+                    self._is_alone = False  # one and the same receiver serves both, but never at once
                     self._receiving = asyncio.create_task(self._receive())
-                elif self._receiving is None and self._is_neighbour_lost():
+                elif not self._is_alone and self._is_neighbour_lost():
                     log.warning("weights_received_alone", folder=str(self._folder))
                     self._is_alone = True
             if self._is_alone:
@@ -218,8 +220,14 @@ class SharedSubscriber:
         return found.st_ino, found.st_mtime_ns
 
     def _is_neighbour_lost(self) -> bool:
-        """Whether the receiver stands still, or its memory cannot be reached from here."""
-        silent_s = time.time() - os.fstat(self._lock).st_mtime
+        """Whether the receiver stands still, or its memory cannot be reached from here.
+
+        Signs of life are seen to change; when they were made goes by a clock that may be set meanwhile.
+        """
+        sign, now = os.fstat(self._lock).st_mtime_ns, time.monotonic()
+        if self._sign is None or self._sign[0] != sign:
+            self._sign = (sign, now)
+        silent_s = now - self._sign[1]
         unmapped_s = 0.0 if self._unmapped_since is None else time.monotonic() - self._unmapped_since
         return max(silent_s, unmapped_s) > _LOST_AFTER_S
 

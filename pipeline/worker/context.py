@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 # A trainer that was killed is followed within ten seconds; one that is only slow has some beats to miss.
-_TRAINER_BEATS, _SHORTEST_TERM_S = 4, 2.0
+_TRAINER_BEATS, _SHORTEST_TERM_S = 4, 1.0
 
 
 @dataclass(kw_only=True)

@@ -42,12 +42,14 @@ class Fault(StrEnum):
 
 # How often each comes in one pass over all; those that are not named come once.
 _TIMES = {
-    Fault.KILL_GENERATOR: 5,
-    Fault.KILL_SCORER: 4,
+    Fault.KILL_GENERATOR: 9,
+    Fault.KILL_SCORER: 7,
     Fault.KILL_TRAINER: 2,
+    Fault.KILL_EXPORTER: 2,
     Fault.KILL_REDIS: 2,
     Fault.STALL_GENERATOR: 2,
     Fault.STALL_SCORER: 2,
+    Fault.DRAIN_GENERATOR: 2,
 }
 # Two that need the same thing whole do not come together.
 _ALONE = {

@@ -97,6 +97,30 @@ async def test_one_receives_and_all_have_every_byte(tmp_path: Path) -> None:
         assert server.num_patch_tables == 4
 
 
+async def test_who_went_on_alone_receives_for_all_once_the_lost_receiver_is_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.weights.sharing._LOST_AFTER_S", 0.3)
+    with WeightPublisher(DELTA) as publisher:
+        endpoints = publisher.start()
+        publisher.publish(drifted(0))
+        async with neighbours(tmp_path, endpoints, 1) as (first,):
+            assert (await first.line(0)).is_receiving
+            first.process.send_signal(signal.SIGSTOP)
+            async with SharedSubscriber(DELTA, resolve=at(endpoints), folder=tmp_path) as other:
+                publisher.publish(drifted(1))
+                await next_within(other, 0)
+                await first.end()
+                for version in range(2, 12):
+                    # What it begins alone must not meet what it receives for all.
+                    publisher.publish(drifted(version))
+                    state = await next_within(other, version - 1)
+                    assert checksum(state) == checksum(drifted(version))
+                async with SharedSubscriber(DELTA, resolve=at(endpoints), folder=tmp_path) as third:
+                    assert checksum(await next_within(third, None)) == checksum(drifted(11))
+                    assert not third.is_receiving
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_another_takes_over_from_a_receiver_that_is_gone_or_stands_still(
     tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
