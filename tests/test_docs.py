@@ -34,6 +34,7 @@ OTHERS = {
     "redis-server",
     "valkey-server",
     "docker",
+    "hf",
     "kubectl",
     "sbatch",
     "systemctl",
