@@ -194,3 +194,29 @@ async def test_a_trainer_whose_weights_nobody_serves_any_more_ends_and_is_follow
         await run.until_over()
         ledger = await run.ledger()
         assert (ledger.fed, ledger.trained, ledger.uncommitted, ledger.live) == (48, 48, 0, 0)
+
+
+async def test_checkpoints_that_cannot_be_written_are_counted_and_training_goes_on(
+    tmp_path: Path, valkey_url: str, run_name: str
+) -> None:
+    settings = ("trainer.max_steps=100000", "checkpoint.every_steps=2", "trainer.scripted_step_s=0.05")
+    async with running(tmp_path, valkey_url, run_name, *SCRIPTED, *settings) as run:
+        trainer = run.start_all()
+        await run.until_steps(1)
+        in_the_way = run.config.run_dir / "checkpoints" / ".writing-step_000000"
+        in_the_way.write_text("a file where a folder is to be removed")
+        await run.until(lambda: len(trainer.events_named("checkpoint_failed")) >= 2, "two checkpoints that fail")
+        await run.until_steps(run.num_steps + 2)
+        assert await run.metric(trainer, "rollstream_checkpoint_failures_total") >= 2
+
+        # Once they can be written, all that was trained is kept.
+        before = run.num_steps
+        in_the_way.unlink()
+
+        async def is_written() -> bool:
+            return await run.metric(trainer, "rollstream_checkpoint_step") > before
+
+        await run.until(is_written, "a checkpoint")
+        await run.fleet.stop("the test is over")
+        await run.until_over()
+        assert (await run.ledger()).uncommitted == 0
