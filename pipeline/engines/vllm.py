@@ -11,6 +11,7 @@ that a place is free as soon as one ends; the prompt of a group is read once and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import uuid
@@ -145,7 +146,11 @@ class VllmEngine:
 
     async def so_far(self) -> list[PartialGroup]:
         """What there is of the groups in flight, without a word to vLLM's processes."""
-        return [self._left_of(group) for group in self._groups]
+        found = []
+        for group in self._groups:
+            with contextlib.suppress(EngineError):  # what is wrong with it is said when it ends
+                found.append(self._left_of(group))
+        return found
 
     async def apply_weights(self, state: WeightState) -> float:
         """Check and copy while generation goes on, then replace between two steps; see the protocol.

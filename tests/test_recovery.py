@@ -1,0 +1,115 @@
+"""The trainer's checkpoints: written beside the steps, counted when they are on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from pipeline.config import StalenessSettings, TrainerSettings
+from pipeline.errors import CheckpointError
+from pipeline.keys import Keys
+from pipeline.learner import ScriptedLearner
+from pipeline.metrics import Metrics
+from pipeline.run.recovery import Recovery, TrainerState
+from pipeline.settings.files import load_config
+from pipeline.worker.arrival import Arrival
+from pipeline.worker.context import WorkerContext
+from pipeline.worker.state import WorkerState
+
+
+class SlowLearner(ScriptedLearner):
+    """Its copies are written when `may_write` is set, or fail with `problem`."""
+
+    def __init__(self) -> None:
+        super().__init__(TrainerSettings(), StalenessSettings())
+        self.may_write, self.problem = threading.Event(), ""
+
+    def snapshot(self) -> Any:
+        outer = self
+
+        class Copy(ScriptedLearner):
+            def save_model(self, directory: Path) -> None:
+                assert outer.may_write.wait(60)
+                if outer.problem:
+                    raise OSError(outer.problem)
+                super().save_model(directory)
+
+        copied = Copy(TrainerSettings(), StalenessSettings())
+        copied.load_state_dict(self.state_dict())
+        return copied
+
+
+@pytest.fixture
+async def context(tmp_path: Path, valkey_url: str, keys: Keys, redis: Redis) -> WorkerContext:
+    """A trainer that has arrived at its run, and has the right to train."""
+    words = [f"run.name='{keys.run}'", f"run.dir='{tmp_path}'", f"redis.url='{valkey_url}'"]
+    config = load_config([], environ={}, overrides=[*words, "generation.engine='scripted'"])
+    state = WorkerState("trainer", "trainer-a")
+    arrived = await Arrival(config, state, Metrics(keys.run, "trainer", "trainer-a"), "", joins=True).enter(redis)
+    assert arrived is not None
+    return arrived
+
+
+async def trained(redis: Redis, keys: Keys, *group_ids: str) -> None:
+    """As if a step with these groups had been counted."""
+    for group_id in group_ids:
+        await redis.hset(keys.uncommitted, group_id, b"prompt")  # type: ignore[misc]
+
+
+async def test_training_goes_on_while_a_checkpoint_is_written_and_its_groups_are_committed_after(
+    context: WorkerContext, redis: Redis, keys: Keys
+) -> None:
+    recovery, learner = Recovery(context), SlowLearner()
+    assert await recovery.become_the_trainer()
+    await trained(redis, keys, "a", "b")
+    state = TrainerState(step=0, version=0, cursor=0).after_step(["a", "b"])
+    tasks: list[asyncio.Task[None]] = []
+
+    def start(work: Any) -> asyncio.Task[None]:
+        tasks.append(asyncio.create_task(work))
+        return tasks[-1]
+
+    state = await recovery.save(learner, state, start=start)
+    # It has only been copied: a step is done, and counts for the next checkpoint.
+    state = state.after_step(["c"])
+    await trained(redis, keys, "c")
+    assert not tasks[0].done()
+    assert await redis.hlen(keys.uncommitted) == 3  # type: ignore[misc]
+
+    following = asyncio.create_task(recovery.save(learner, state, start=start))
+    done, _ = await asyncio.wait([following], timeout=0.2)
+    assert not done, "the next one waits for the one before"
+    learner.may_write.set()
+    state = await following
+    await asyncio.gather(*tasks)
+    state = await recovery.save_last(learner, state)
+    assert state.uncommitted == ()
+    assert await redis.hlen(keys.uncommitted) == 0  # type: ignore[misc]
+    folder = context.config.run_dir / "checkpoints"
+    assert sorted(path.name for path in folder.glob("step_*")) == ["step_000001", "step_000002"]
+
+
+async def test_groups_of_a_checkpoint_that_failed_go_into_the_next(
+    context: WorkerContext, redis: Redis, keys: Keys
+) -> None:
+    recovery, learner = Recovery(context), SlowLearner()
+    assert await recovery.become_the_trainer()
+    await trained(redis, keys, "a", "b")
+    learner.may_write.set()
+    learner.problem = "No space left on device"
+    state = TrainerState(step=0, version=0, cursor=0).after_step(["a"])
+    state = await recovery.save(learner, state, start=asyncio.create_task)
+    state = await recovery.save_last(ScriptedLearner(TrainerSettings(), StalenessSettings()), state.after_step(["b"]))
+    assert await redis.hlen(keys.uncommitted) == 0  # type: ignore[misc]
+    with pytest.raises(CheckpointError):
+        await recovery.save_last(_Failing(TrainerSettings(), StalenessSettings()), state.after_step(["c"]))
+
+
+class _Failing(ScriptedLearner):
+    def save_model(self, directory: Path) -> None:
+        raise OSError("the disk is gone")
