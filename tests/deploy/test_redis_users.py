@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,21 @@ NOT_FOR = {
     ),
     "autoscaler": ("XADD {prompts} * a b", "XRANGE {prompts} - +", "HGETALL {meta}", "EVAL {lua} 0"),
 }
+
+
+# The scripts that a role calls.
+STAGE = ("open", "join", "beat", "reclaim", "renew", "hand_over", "release", "release_all", "dead_letter")
+SCRIPTS_OF = {
+    "trainer": (
+        *(*STAGE, "feed", "refeed", "drop", "finish_training", "finish_evaluation", "last_letter"),
+        *("lock", "unlock", "set_version", "stop", "turn", "common"),
+    ),
+    "generator": (*STAGE, "save_partials", "turn"),
+    "scorer": STAGE,
+    "exporter": ("beat", "forget", "depths", "ledger", "last_letter"),
+    "operator": ("*",),
+}
+CALL, CONTAINER = r"call\('([A-Z]+)'", r"call\('(XGROUP|XINFO)', '([A-Z]+)'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +158,18 @@ def test_a_script_may_do_no_more_than_its_caller(guarded: Guarded, user: str) ->
         for command in ("redis.call('FLUSHALL')", f"redis.call('GET', '{other_key(guarded)}')"):
             with pytest.raises(ResponseError, match=r"ACL failure|permission|can't (run|access)"):
                 client.eval(command, 0)
+
+
+@pytest.mark.parametrize("user", SCRIPTS_OF)
+def test_a_user_may_use_every_command_in_the_scripts_that_it_calls(user: str) -> None:
+    scripts = resources.files("pipeline") / "scripts"
+    files = [path for name in SCRIPTS_OF[user] for path in Path(str(scripts)).rglob(f"{name}.lua")]
+    assert len(files) >= len(SCRIPTS_OF[user])
+    found = {match.lower() for path in files for match in re.findall(CALL, path.read_text())}
+    found |= {
+        f"{name.lower()}|{sub.lower()}" for path in files for name, sub in re.findall(CONTAINER, path.read_text())
+    }
+    assert found - {"xgroup", "xinfo"} <= set(USERS[user].commands.split())
 
 
 def test_the_user_for_probes_may_ping_and_nothing_else(guarded: Guarded) -> None:
