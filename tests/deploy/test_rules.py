@@ -14,6 +14,7 @@ import yaml
 from tests.deploy.promql import PROMETHEUS, known, named, rules
 
 ALERTS = rules("alert")
+CASES = sorted((PROMETHEUS / "tests").glob("*.yml"))
 RULES = [pytest.param(rule, id=rule.get("alert") or rule["record"]) for rule in (*rules("record"), *ALERTS)]
 
 
@@ -33,8 +34,7 @@ def checked(*words: str | Path) -> str:
 
 
 def cases() -> list[dict[str, Any]]:
-    files = sorted((PROMETHEUS / "tests").glob("*.yml"))
-    return [case for file in files for case in yaml.safe_load(file.read_text(encoding="utf-8"))["tests"]]
+    return [case for file in CASES for case in yaml.safe_load(file.read_text(encoding="utf-8"))["tests"]]
 
 
 def test_prometheus_accepts_its_settings_and_all_rules(promtool: str) -> None:
@@ -42,8 +42,9 @@ def test_prometheus_accepts_its_settings_and_all_rules(promtool: str) -> None:
     assert f"{len(ALERTS)} rules found" in said
 
 
-def test_alerts_fire_in_one_case_and_are_silent_in_the_other(promtool: str) -> None:
-    checked(promtool, "test", "rules", *sorted((PROMETHEUS / "tests").glob("*.yml")))
+@pytest.mark.parametrize("cases", CASES, ids=lambda path: str(path.stem))
+def test_alerts_fire_in_one_case_and_are_silent_in_the_other(promtool: str, cases: Path) -> None:
+    checked(promtool, "test", "rules", cases)
 
 
 @pytest.mark.parametrize("alert", [rule["alert"] for rule in ALERTS])
