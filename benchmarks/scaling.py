@@ -15,6 +15,7 @@ import asyncio
 import json
 import os
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -22,12 +23,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from redis.asyncio import Redis
 
 from benchmarks.report import report
 from pipeline.config import Config
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys
+from pipeline.local.cores import available_cores
 from pipeline.local.crew import Crew
 from pipeline.local.run import LocalRun
 from pipeline.local.supervisor import Supervisor
@@ -40,7 +43,7 @@ _GROUP_SIZE, _GROUPS_AT_ONCE, _GROUPS_PER_STEP = 4, 4, 4
 _LENGTH = 64
 _MAX_STALENESS = 63
 _BACK_AFTER_S = 5.0
-_SETTLE_S, _READY_S, _LOOK_EVERY_S = 3.0, 90.0, 0.05
+_SETTLE_S, _READY_S, _LOOK_EVERY_S = 5.0, 90.0, 0.05
 NUMBERS = (1, 4, 16)
 
 
@@ -72,14 +75,13 @@ class Measurement:
             await asyncio.sleep(_SETTLE_S)
             rates[number] = await self._rate()
         first, last = self._load.numbers[0], self._load.numbers[-1]
-        killed, there_at = time.monotonic(), list[float]()
-        for index in range(last // 2):
-            os.kill(self._supervisor.pids[f"{GENERATOR}-{index + 1}"], signal.SIGKILL)
-        there = asyncio.create_task(self._until_there(last))
-        there.add_done_callback(lambda _: there_at.append(time.monotonic()))
+        victims = [self._supervisor.pids[f"{GENERATOR}-{index + 1}"] for index in range(last // 2)]
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        there = asyncio.create_task(self._until_replaced(victims))
         await asyncio.sleep(_BACK_AFTER_S)
         back = await self._rate()
-        await there
+        there_after_s, start_processor_s = await there
         ledger = await self._streams.ledger()
         lost = ledger.fed - ledger.trained - ledger.live
         return {
@@ -90,7 +92,9 @@ class Measurement:
             "refused": ledger.refused,
             **{f"groups_per_s_{number}": rate for number, rate in rates.items()},
             "groups_per_s_by_lengths": _GROUPS_AT_ONCE / self._load.group_s,
-            "all_there_after_s": there_at[0] - killed,
+            "all_there_after_s": there_after_s,
+            "start_processor_s": start_processor_s,
+            "all_there_limit_s": start_processor_s * len(victims) / available_cores(),
         }
 
     async def _until_there(self, number: int) -> None:
@@ -99,11 +103,31 @@ class Measurement:
         async with asyncio.timeout(_READY_S):
             while True:
                 asked = asked or await self._scaling.ask({GENERATOR: number}) is not None
-                ready = {worker.pid for worker in await self._fleet.workers() if worker.status.get("ready")}
-                pids = {pid for name, pid in self._supervisor.pids.items() if name.startswith(GENERATOR)}
-                if asked and len(ready & pids) == number and self._num_steps():
+                if asked and len(await self._ready()) == number and self._num_steps():
                     return
                 await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def _until_replaced(self, victims: Sequence[int]) -> tuple[float, float]:
+        """Until as many new generators as there were victims can work.
+
+        Returns the seconds since the call, and how long one of them has had a processor by then.
+        """
+        called, before = time.monotonic(), self._generators() - set(victims)
+        async with asyncio.timeout(_READY_S):
+            while True:
+                new = await self._ready() - before - set(victims)
+                if len(new) >= len(victims):
+                    break
+                await asyncio.sleep(_LOOK_EVERY_S)
+        times = [sum(psutil.Process(pid).cpu_times()[:2]) for pid in new]
+        return time.monotonic() - called, statistics.fmean(times)
+
+    def _generators(self) -> set[int]:
+        return {pid for name, pid in self._supervisor.pids.items() if name.startswith(GENERATOR)}
+
+    async def _ready(self) -> set[int]:
+        """Processes of generators that can work."""
+        return {worker.pid for worker in await self._fleet.workers() if worker.status.get("ready")} & self._generators()
 
     async def _rate(self) -> float:
         """Trained groups a second over the window, by the trainer's clock."""

@@ -2,8 +2,7 @@
 
 In: what to start. Out: their lines, merged and labelled, and one exit code. A worker that fails is
 started again after a pause that doubles, unless it fails again and again in the same way; one that
-exits with 2 stops everything, because a person must mend something. No worker outlives the
-supervisor.
+exits with 2 stops everything: a person must mend something. No worker outlives the supervisor.
 """
 
 from __future__ import annotations

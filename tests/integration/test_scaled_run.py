@@ -130,8 +130,10 @@ async def test_the_mean_age_of_tokens_is_what_littles_law_says(tmp_path: Path, v
         await come_and_go(run)
         await run.until_over()
         looking.cancel()
-        rows = run.steps[8:-6]  # filled, and not yet running empty
         num_groups = run.config.trainer.groups_per_step
+        rows = run.steps[8:-6]  # filled, and not yet running empty
+        rows = [row for row in rows if int(row["step"] - 1) * num_groups in there]  # a busy machine misses some
+        assert len(rows) > 10
         seen = [there[int(row["step"] - 1) * num_groups] for row in rows]
         mean_age = statistics.fmean(row["staleness_mean"] for row in rows)
         assert mean_age > 1, "generators did not run ahead"
