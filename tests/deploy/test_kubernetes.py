@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -20,15 +16,25 @@ from pipeline.keys import CONSUMER_GROUP, Keys, Stream
 from pipeline.settings.files import load_config
 from pipeline.weights.security import check_public_key, read_keys
 from tests.deploy.files import DEPLOY, LEAVE_S, check_command
+from tests.deploy.manifests import (
+    KUBERNETES,
+    RUN,
+    Manifest,
+    chosen_by,
+    container_environment,
+    of_kind,
+    pods,
+    references,
+    rendered,
+    secret,
+    workers,
+)
 from tests.deploy.servers import make_users, on_socket, serving
-from tests.deploy.test_containers import ROLES, environment
+from tests.deploy.test_containers import ROLES
 from tests.deploy.test_files import program
 
-KUBERNETES = DEPLOY / "kubernetes"
-RUN = "my-run"
 NAMESPACE = "rollstream"
 VERSIONS = ("1.30.0", "1.37.0")
-Manifest = dict[str, Any]
 
 
 @pytest.fixture(scope="module", params=["local", "gpu"])
@@ -41,62 +47,6 @@ def manifests(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def gpu(tmp_path_factory: pytest.TempPathFactory) -> list[Manifest]:
     """The overlay with everything."""
     return rendered("gpu", tmp_path_factory.mktemp("kubernetes"))
-
-
-def rendered(overlay: str, folder: Path) -> list[Manifest]:
-    place = folder / "kubernetes"
-    shutil.copytree(KUBERNETES, place, ignore=shutil.ignore_patterns("*.env", "*.key", "users.acl", "__pycache__"))
-    make_users_beside(place / "secrets")
-    path = f"{Path(program('rollstream')).parent}:/usr/bin:/bin"
-    subprocess.run([place / "secrets" / "weight-keys.sh"], check=True, env={"PATH": path})
-    words = [program("kubectl"), "kustomize", str(place / "overlays" / overlay)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return list(yaml.safe_load_all(done.stdout))
-
-
-def make_users_beside(folder: Path) -> None:
-    users = make_users(folder.parent / "users", RUN, "--server", "valkey:6379")
-    for path in users.folder.iterdir():
-        path.rename(folder / path.name)
-
-
-def of_kind(manifests: list[Manifest], *kinds: str) -> list[Manifest]:
-    return [manifest for manifest in manifests if manifest["kind"] in kinds]
-
-
-def pods(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
-    """Name and template of whatever makes pods."""
-    for manifest in of_kind(manifests, "Deployment", "StatefulSet", "Job"):
-        yield manifest["metadata"]["name"], manifest["spec"]["template"]
-
-
-def workers(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest, Manifest]]:
-    """Role, pod and container of each worker."""
-    for name, template in pods(manifests):
-        if name in ROLES:
-            (container,) = template["spec"]["containers"]
-            yield name, template, container
-
-
-def container_environment(role: str, container: Manifest, manifests: list[Manifest]) -> dict[str, str]:
-    """What the worker finds in its environment, with the pod's own facts filled in."""
-    fields = {"metadata.labels['app.kubernetes.io/instance']": RUN, "status.podIP": "10.0.0.7"}
-    values = environment(role)
-    for item in container["env"]:
-        source = item.get("valueFrom", {})
-        if "fieldRef" in source:
-            values[item["name"]] = fields[source["fieldRef"]["fieldPath"]]
-        elif "secretKeyRef" in source:
-            values[item["name"]] = secret(manifests, source["secretKeyRef"]["name"])[source["secretKeyRef"]["key"]]
-        else:
-            values[item["name"]] = item["value"]
-    return values
-
-
-def secret(manifests: list[Manifest], name: str) -> dict[str, str]:
-    (found,) = [item for item in of_kind(manifests, "Secret") if item["metadata"]["name"] == name]
-    return {key: base64.b64decode(value).decode() for key, value in found["data"].items()}
 
 
 def test_what_is_repeated_is_as_it_stands_elsewhere() -> None:
@@ -194,15 +144,6 @@ def test_what_pods_refer_to_is_there(manifests: list[Manifest]) -> None:
         assert {mount["name"] for box in spec["containers"] for mount in box["volumeMounts"]} <= volumes
 
 
-def references(volume: Manifest) -> set[tuple[str, str]]:
-    names = {
-        "Secret": volume.get("secret", {}).get("secretName") or volume.get("secret", {}).get("name"),
-        "ConfigMap": volume.get("configMap", {}).get("name"),
-        "PersistentVolumeClaim": volume.get("persistentVolumeClaim", {}).get("claimName"),
-    }
-    return {(kind, name) for kind, name in names.items() if name}
-
-
 def test_budgets_and_services_mean_one_kind_of_pod_each(manifests: list[Manifest]) -> None:
     labels = {name: template["metadata"]["labels"] for name, template in pods(manifests)}
     for manifest in of_kind(manifests, "PodDisruptionBudget", "Service"):
@@ -282,3 +223,30 @@ def test_trainer_and_generators_have_a_gpu_and_the_models(gpu: list[Manifest]) -
         has_gpu = role in {"trainer", "generator"}
         assert ("nvidia.com/gpu" in container["resources"]["limits"]) is has_gpu
         assert any(mount["mountPath"] == "/models" for mount in container["volumeMounts"]) is has_gpu
+
+
+def test_policies_open_ports_that_pods_have_and_let_in_who_needs_them(gpu: list[Manifest]) -> None:
+    labels = {name: template["metadata"]["labels"] for name, template in pods(gpu)}
+    ports = {
+        name: {port["name"] for port in template["spec"]["containers"][0]["ports"]} for name, template in pods(gpu)
+    }
+    opened: dict[str, dict[str, set[str]]] = {}
+    for policy in of_kind(gpu, "NetworkPolicy"):
+        chosen = chosen_by(policy["spec"]["podSelector"], labels)
+        for rule in policy["spec"].get("ingress", []):
+            names = {port["port"] for port in rule["ports"]}
+            sources = {
+                name
+                for source in rule["from"]
+                if "podSelector" in source
+                for name in chosen_by(source["podSelector"], labels)
+            }
+            for name in chosen:
+                for port in names & ports[name]:
+                    opened.setdefault(name, {})[port] = sources
+    assert opened["valkey"] == {"redis": set(labels)}
+    assert opened["trainer"] == {"tiles": {"generator"}, "announcements": {"generator"}, "metrics": set()}
+    assert all("metrics" in opened[role] for role in ROLES)
+    (rewards,) = [policy for policy in of_kind(gpu, "NetworkPolicy") if policy["spec"]["policyTypes"] == ["Egress"]]
+    assert chosen_by(rewards["spec"]["podSelector"], labels) == {"scorer"}
+    assert chosen_by(rewards["spec"]["egress"][0]["to"][0]["podSelector"], labels) == {"valkey"}
