@@ -285,6 +285,7 @@ def _conflict(run: str, differing: Sequence[str], own: Mapping[str, str]) -> str
     theirs = dict(zip(differing[::2], differing[1::2], strict=True))
     named = differences({key: own[key] for key in theirs}, theirs, "in the run")
     return (
-        f"run.name = {run!r} was started with other settings: {named}. Make them equal, choose another run.name, or "
-        f"remove a run that is over with `rollstream reset --run {run}`"
+        f"run.name = {run!r} was started with other settings: {named}. Make them equal, choose another run.name, or, "
+        f"when it is over, begin anew: `rollstream reset --run {run} --with-records` removes it from the server and "
+        "moves its directory aside, with the checkpoints that were written with the other settings"
     )

@@ -95,6 +95,13 @@ def test_a_mistake_ends_with_code_2_and_lines_that_say_error(words: tuple[str, .
     assert all(line.startswith("error: ") for line in answer.err.splitlines())
 
 
+@pytest.mark.parametrize("words", [(), ("checkpoints",), ("rollouts",), ("config",), ("keys",)], ids=" ".join)
+def test_a_group_without_a_command_shows_its_help(words: tuple[str, ...], ask) -> None:
+    answer = ask(*words)
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err == ask(*words, "--help").out
+
+
 @pytest.mark.parametrize("words", [("streams", "peek"), ("drain",), ("streams", "peek", "x"), ("up", "--scorers", "x")])
 def test_a_mistake_on_the_command_line_is_one_line(words: tuple[str, ...], ask) -> None:
     (line,) = ask(*words).err.splitlines()

@@ -26,6 +26,7 @@ from pipeline.learner import Learner, load_learner
 from pipeline.run.data import RunData, load_run_data
 from pipeline.run.progress import Progress
 from pipeline.run.recovery import Recovery, TrainerState
+from pipeline.run.resumption import checkpoint_to_go_on_from
 from pipeline.run.time_sheet import Doing, TimeSheet
 from pipeline.weights.channel import create_publisher
 from pipeline.worker.lifecycle import WorkerContext, run_worker
@@ -292,5 +293,7 @@ async def body(context: WorkerContext) -> None:
 
 
 def main(config: Config) -> int:
-    """Exit code of a trainer process."""
+    """Exit code of a trainer process. Raises RunConflictError or ConfigError for a checkpoint that does not fit."""
+    # Now already: whoever joins a run that is new on the server decides its settings.
+    checkpoint_to_go_on_from(config)
     return run_worker("trainer", config, body)

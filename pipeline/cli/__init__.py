@@ -70,6 +70,9 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Execute one command line; returns its exit code."""
     try:
         result = cli.main(args=argv, prog_name="rollstream", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:  # a group without a command: its help, which says what there is
+        error.show()
+        return error.exit_code
     except click.ClickException as error:
         # Some of click's messages are lists that it breaks into lines and tabs.
         return _fail(" ".join(error.format_message().split()), USAGE)

@@ -143,10 +143,17 @@ async def _until_kept(scaling: Scaling, wanted: dict[str, int], run: str) -> Non
 
 @click.command()
 @click.option("--yes", "is_sure", is_flag=True, help="Do not ask.")
+@click.option("--with-records", "has_records", is_flag=True, help="Move the run's directory aside, too.")
 @takes_config
-def reset(sources: Sources, is_sure: bool) -> int:
-    """Remove all that Redis holds of a run that is over. Its directory stays."""
-    run = sources.load().run.name
+def reset(sources: Sources, is_sure: bool, has_records: bool) -> int:
+    """Remove all that Redis holds of a run that is over.
+
+    Its directory stays, and a run of the same name goes on from the checkpoints in it, unless it is moved aside.
+    """
+    from pipeline.local.records import move_aside, what_stays
+
+    config = sources.load()
+    run = config.run.name
 
     async def body(redis: Redis, keys: Keys) -> int:
         from pipeline.fleet import Fleet
@@ -154,7 +161,20 @@ def reset(sources: Sources, is_sure: bool) -> int:
         return await Fleet(redis, keys).forget_run()
 
     if not is_sure:
-        click.confirm(f"Remove the groups, dead letters and accounts of run {run!r}?", abort=True)
+        too = f", and move {config.run_dir} aside" if has_records else ""
+        _ask(f"Remove the groups, dead letters and accounts of run {run!r}{too}?")
     removed = with_redis(sources, body, starts_server=True)
-    click.echo(f"removed {removed} keys of run {run!r}; its directory is untouched")
+    records = move_aside(config) if has_records else what_stays(config)
+    click.echo(f"removed {removed} keys of run {run!r}; {records}")
     return 0
+
+
+def _ask(question: str) -> None:
+    """Raises UsageError unless a person says yes."""
+    try:
+        is_sure = click.confirm(question)
+    except click.Abort:  # Nobody is there to answer, or has pressed Ctrl-C.
+        click.echo()
+        is_sure = False
+    if not is_sure:
+        raise UsageError("nothing was removed; with --yes nobody is asked")

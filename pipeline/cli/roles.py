@@ -76,11 +76,15 @@ def up(sources: Sources, num_generators: int, num_scorers: int, has_exporter: bo
     from pipeline.local.crew import Crew
     from pipeline.local.run import LocalRun
     from pipeline.local.summary import summary_lines
+    from pipeline.run.resumption import already_over, checkpoint_to_go_on_from
 
     started = time.monotonic()
     if is_autoscaled:
         sources = sources.with_overrides("autoscale.enabled=true")
     config = sources.load()
+    if ending := already_over(config, checkpoint_to_go_on_from(config)):
+        click.echo(f"run {config.run.name!r} is already over: {ending.reason}; {ending.to_go_on}")
+        return 0
     for warning in check_quickly(config).warnings:
         click.echo(f"warning: {warning}", err=True)
     crew = Crew(num_generators=num_generators, num_scorers=num_scorers, has_exporter=has_exporter)

@@ -208,10 +208,16 @@ def kept_server(config: Config) -> Iterator[Config]:
 
     Raises ConfigError while an `up` is at work.
     """
+    with alone_in(config), EmbeddedServer.start(kept_dir(config), persist=True) as server:
+        yield with_url(config, server.url)
+
+
+@contextmanager
+def alone_in(config: Config) -> Iterator[None]:
+    """No `up` works in the run's directory in the block. Raises ConfigError while one does."""
     with (config.run_dir / "up.lock").open("a+") as lock:
         _lock(lock, config)
-        with EmbeddedServer.start(kept_dir(config), persist=True) as server:
-            yield with_url(config, server.url)
+        yield
 
 
 def _on_one_machine(config: Config) -> Config:

@@ -42,7 +42,7 @@ def read_record(run_dir: Path) -> RunRecord | None:
     last = last_metrics(run_dir, _NAMES)
     if not isinstance(last.get("step"), int):
         return None
-    identity = _identity(run_dir)
+    identity = read_identity(run_dir)
     return RunRecord(
         run=str(identity.get("run", run_dir.name)),
         run_id=identity.get("run_id"),
@@ -101,7 +101,8 @@ def complete(status: RunStatus, record: RunRecord) -> RunStatus:
     )
 
 
-def _identity(run_dir: Path) -> dict[str, Any]:
+def read_identity(run_dir: Path) -> dict[str, Any]:
+    """What the run's trainer has noted of it: `run.json`; empty where there is none."""
     try:
         stored = json.loads((run_dir / IDENTITY_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -15,13 +15,13 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.agreement import differences
-from pipeline.checkpoints import Checkpoint, Checkpoints, Savable
+from pipeline.checkpoints import Checkpoint, Savable
 from pipeline.disk import write_whole
-from pipeline.errors import CheckpointError, ConfigError, RunConflictError
+from pipeline.errors import CheckpointError, RunConflictError
 from pipeline.learner import Learner
 from pipeline.messages import Json, PromptGroup
-from pipeline.run.record import IDENTITY_FILE
+from pipeline.run.record import IDENTITY_FILE, read_identity
+from pipeline.run.resumption import already_over, checkpoint_to_go_on_from, is_own, run_checkpoints
 from pipeline.settings.files import fingerprint
 from pipeline.wire import decode
 from pipeline.worker.lifecycle import WorkerContext
@@ -65,16 +65,17 @@ class Recovery:
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
-        self._checkpoints = Checkpoints(context.config.run_dir / "checkpoints", context.config.checkpoint)
+        self._checkpoints = run_checkpoints(context.config)
+        self._checkpoint: Checkpoint | None = None
         self._identity_file = context.config.run_dir / IDENTITY_FILE
         self._saved_step: int | None = None
         self._writing: asyncio.Task[None] | None = None
         self._committed: frozenset[str] = frozenset()
 
     async def become_the_trainer(self) -> bool:
-        """Wait until no other trainer holds the run; False when the worker drains before that.
+        """Wait until no other trainer holds the run; False when the worker drains before that, or the run is over.
 
-        Raises RunConflictError for a foreign run.
+        Raises RunConflictError for a foreign run, and for a checkpoint that was written with other settings.
         """
         context = self._context
         said_of, term_s = "", context.trainer_term_s
@@ -87,6 +88,13 @@ class Recovery:
         context.waiting_for(None)
         context.keep_trainer_lock()
         await self._check_identity()
+        self._checkpoint = await asyncio.to_thread(checkpoint_to_go_on_from, context.config)
+        if ending := await asyncio.to_thread(already_over, context.config, self._checkpoint):
+            context.log.info("already_over", reason=ending.reason, advice=ending.to_go_on)
+            # Whoever was started to work for this trainer need not wait for it.
+            await context.fleet.stop(ending.reason)
+            return False
+        self.remember(0)
         await asyncio.to_thread(self._checkpoints.take_over)
         return True
 
@@ -104,13 +112,12 @@ class Recovery:
         context = self._context
         ledger = await context.streams.ledger()
         has_been_fed = ledger.fed > 0 or ledger.eval_fed > 0
-        if has_been_fed and self._read_identity().get("run_id") != context.run_id:
+        if has_been_fed and self._identity().get("run_id") != context.run_id:
             raise RunConflictError(
                 f"run.name = {context.config.run.name!r}: Redis holds groups of another run of this name, which does "
                 f"not belong to {context.config.run_dir}. Choose another run.name, or remove what is left of it with "
                 f"`rollstream reset --run {context.config.run.name}`"
             )
-        self.remember(0)
 
     def remember(self, version: int, **more: Json) -> None:
         """Keep on disk which run in Redis this directory belongs to, and the newest version it has used.
@@ -139,53 +146,32 @@ class Recovery:
         ledger = dataclasses.asdict(await self._context.streams.ledger())
         self.remember(version, ended=ended, ledger=ledger)
 
-    def _read_identity(self) -> dict[str, Json]:
-        try:
-            identity = json.loads(self._identity_file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return identity if isinstance(identity, dict) else {}
+    def _identity(self) -> dict[str, Any]:
+        return read_identity(self._context.config.run_dir)
 
     def _last_version(self) -> int:
-        version = self._read_identity().get("weight_version", 0)
+        version = self._identity().get("weight_version", 0)
         return version if isinstance(version, int) else 0
 
     async def restore(self, learner: Learner) -> TrainerState:
-        """The state to go on from; the learner holds its weights.
-
-        Raises RunConflictError for a checkpoint that was written with other settings.
-        """
-        context = self._context
-        checkpoint = await asyncio.to_thread(self._to_go_on_from)
+        """The state to go on from; the learner holds its weights. After `become_the_trainer`."""
+        context, checkpoint = self._context, self._checkpoint
         fed = (await context.streams.ledger()).next_ordinal
         state = TrainerState(step=0, version=0, cursor=fed)
         if checkpoint is not None:
-            self._check_settings(checkpoint)
             await asyncio.to_thread(checkpoint.verify)
-            is_own = checkpoint.path.parent == self._checkpoints.directory
-            self._saved_step = checkpoint.step if is_own else None
+            has_own = is_own(context.config, checkpoint)
+            self._saved_step = checkpoint.step if has_own else None
             learner.load_state_dict(await asyncio.to_thread(checkpoint.learner_state))
             step, version, cursor = (_integer(checkpoint.state, name) for name in ("step", "version", "cursor"))
             state = TrainerState(step=step, version=version, cursor=max(fed, cursor))
             # The trainer may have died after writing it and before saying so.
-            await context.streams.commit(_strings(checkpoint.state, "committed") if is_own else [])
+            await context.streams.commit(_strings(checkpoint.state, "committed") if has_own else [])
         used = await self._newest_version()
         if checkpoint is not None or used is not None:
             state = dataclasses.replace(state, version=max(used or 0, state.version) + 1)
             context.log.info("resumed", step=state.step, weight_version=state.version, cursor=state.cursor)
         return state
-
-    def _to_go_on_from(self) -> Checkpoint | None:
-        """As `checkpoint.resume` says; None begins with the initial weights. Raises ConfigError."""
-        wanted = self._context.config.checkpoint.resume
-        if wanted == "never":
-            return None
-        if (own := self._checkpoints.latest()) is not None or wanted == "auto":
-            return own
-        try:
-            return self._checkpoints.find(wanted)
-        except CheckpointError as error:
-            raise ConfigError(f"checkpoint.resume = {wanted!r}: {error}") from error
 
     async def _newest_version(self) -> int | None:
         """The newest version that anyone knows of: Redis, this directory, or a worker; None before the first."""
@@ -193,16 +179,6 @@ class Recovery:
         served = [worker.status.get("weight_version") for worker in workers]
         known = [await self._context.fleet.version(), self._last_version() or None, *served]
         return max((version for version in known if isinstance(version, int)), default=None)
-
-    def _check_settings(self, checkpoint: Checkpoint) -> None:
-        """The run may have been reset in Redis and started anew with other settings."""
-        context = self._context
-        ours = fingerprint(context.config)
-        if differing := differences(ours, checkpoint.state.get("settings", ours), "there"):
-            raise RunConflictError(
-                f"{checkpoint.path} was written with other settings: {differing}. Choose another run.name, "
-                f'move {context.config.run_dir} away, or set checkpoint.resume = "never"'
-            )
 
     async def lost_groups(self) -> list[PromptGroup]:
         """Groups that were trained into weights which no checkpoint holds."""
@@ -235,10 +211,11 @@ class Recovery:
     async def save_last(self, learner: Learner, state: TrainerState) -> TrainerState:
         """Write the checkpoint that nothing comes after. Raises CheckpointError or TrainerReplacedError.
 
-        One of this step that is there already stays: it says which groups it commits.
+        One of this step that is there already stays: it says which groups it commits. Before the first step
+        there is nothing to keep.
         """
         state = await self._settled(state)
-        if state.step != self._saved_step:
+        if state.step not in {0, self._saved_step}:
             with self._context.busy_with("writing a checkpoint"):
                 await self._write(learner, state, pause_s=0.0)
         return state.without(self._committed)

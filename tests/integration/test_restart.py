@@ -177,6 +177,48 @@ async def test_a_checkpoint_of_other_settings_is_refused_after_a_reset(
         assert await run.until_exit(trainer) == [2]
         assert "generation.group_size = 2 here, 4 there" in trainer.output
         assert 'checkpoint.resume = "never"' in trainer.output
+        assert (await run.fleet.facts()).run_id is None, "it did not join a run that is new with settings of its own"
+
+
+async def test_a_trainer_of_a_run_that_is_over_loads_nothing_and_lets_those_go_who_wait_for_it(
+    tmp_path: Path, valkey_url: str, run_name: str
+) -> None:
+    async with running(tmp_path, valkey_url, run_name, *SETTINGS, "trainer.max_steps=2") as run:
+        run.start_all()
+        await run.until_over()
+        version, records = await run.fleet.version(), run.metrics
+        remembered = (run.config.run_dir / "run.json").read_text()
+        (checkpoint,) = Checkpoints(run.config.run_dir / "checkpoints", run.config.checkpoint).list()
+        waiting = [run.start("generator"), run.start("scorer")]
+        await run.until_ready(waiting[1])
+        await run.until(lambda: waiting[0].events_named("started") != [], "a generator")
+        trainer = run.start("trainer")
+        await run.until_over()
+        (said,) = trainer.events_named("already_over")
+        assert said["reason"] == "all 2 steps are done"
+        assert "trainer.max_steps" in str(said["advice"])
+        assert (await run.fleet.version(), run.metrics) == (version, records)
+        assert (run.config.run_dir / "run.json").read_text() == remembered
+        assert Checkpoints(run.config.run_dir / "checkpoints", run.config.checkpoint).list() == [checkpoint]
+        assert (await run.fleet.facts()).stop_reason == "all 2 steps are done"
+
+
+async def test_a_trainer_that_is_drained_before_its_first_step_leaves_no_checkpoint_and_loses_nothing(
+    tmp_path: Path, valkey_url: str, run_name: str
+) -> None:
+    async with running(tmp_path, valkey_url, run_name, *SETTINGS, "trainer.max_steps=2") as run:
+        first = run.start("trainer")
+        await run.until_ready(first)
+        first.signal(signal.SIGTERM)
+        assert await run.until_exit(first) == [0]
+        assert not list(run.config.run_dir.glob("checkpoints/step_*"))
+        version = await run.fleet.version()
+        assert version is not None
+        run.start_all()
+        await run.until_over()
+        ledger = await run.ledger()
+        assert (ledger.fed, ledger.trained, ledger.uncommitted, ledger.live) == (8, 8, 0, 0)
+        assert [row["weight_version"] for row in run.steps] == [version + 2, version + 3]
 
 
 async def test_a_trainer_whose_weights_nobody_serves_any_more_ends_and_is_followed_by_one_that_is_served(

@@ -218,8 +218,8 @@ def test_a_trainer_that_always_crashes_ends_the_run_with_its_error_and_leaves_on
     up: Callable[..., Up], tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "a" / "runs" / "default"
-    run_dir.mkdir(parents=True)
-    (run_dir / "checkpoints").write_text("a file, where a folder is to be made")
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "checkpoints" / ".writing-step_000001").write_text("a file, where a folder is to be cleared away")
     one = up("a", "--no-exporter", "--set", "trainer.max_steps=3", "--set", "data.eval_path='held-out.jsonl'")
     (one.directory / "held-out.jsonl").write_text('{"prompt": "first"}\n')
     assert one.process.wait(DEADLINE_S) == 1, one.log.read_text()
@@ -297,3 +297,55 @@ def test_an_up_that_goes_on_finds_its_new_trainer_at_once(up: Callable[..., Up])
     assert " resumed step=2 " in said
     assert "weight_publisher_silent" not in said
     assert [row["step"] for row in read_metrics(one.run_dir)] == [1, 2, 3, 4]
+
+
+def contents(directory: Path) -> dict[str, tuple[int, int]]:
+    """Every file below a directory: when it was changed, and its size."""
+    stats = {path: path.stat() for path in directory.rglob("*")}
+    return {str(path): (stat.st_mtime_ns, stat.st_size) for path, stat in stats.items()}
+
+
+def test_an_up_of_a_run_that_is_over_says_so_and_touches_nothing(up: Callable[..., Up]) -> None:
+    one = up("a", "--no-exporter", "--set", "trainer.max_steps=2")
+    assert one.process.wait(DEADLINE_S) == 0, one.log.read_text()
+    before = contents(one.run_dir)
+    again = up("a", "--no-exporter", "--set", "trainer.max_steps=2")
+    assert again.process.wait(DEADLINE_S) == 0
+    assert again.log.read_text() == (
+        "run 'default' is already over: all 2 steps are done; raise trainer.max_steps to go on, or choose another "
+        "run.name\n"
+    )
+    assert contents(one.run_dir) == before
+
+
+def test_a_reward_that_was_mended_can_be_used_after_the_reset_that_the_refusal_names(up: Callable[..., Up]) -> None:
+    useless = "{function='tests.rewards.samples:returns_what_is_asked',kwargs={what=['nothing']}}"
+    one = up("a", "--no-exporter", "--set", f"scoring.rewards=[{useless}]")
+    assert one.process.wait(DEADLINE_S) == 2, one.log.read_text()
+    assert not list(one.run_dir.glob("checkpoints/step_*")), "nothing was trained"
+    mended = ("--no-exporter", "--set", "trainer.max_steps=2")
+    refused = up("a", *mended)
+    assert refused.process.wait(DEADLINE_S) == 2
+    said = refused.log.read_text()
+    assert "error: run.name = 'default' was started with other settings: scoring.rewards = length here" in said
+    assert "`rollstream reset --run default --with-records`" in said
+    assert ask(one, "reset", "--run", "default", "--yes").returncode == 0
+    again = up("a", *mended)
+    assert again.process.wait(DEADLINE_S) == 0, again.log.read_text()
+    assert len(read_metrics(one.run_dir)) == 2
+
+
+def test_a_checkpoint_of_other_settings_ends_up_before_it_starts_anything(up: Callable[..., Up]) -> None:
+    one = up("a", "--no-exporter", "--set", "trainer.max_steps=2")
+    assert one.process.wait(DEADLINE_S) == 0, one.log.read_text()
+    before = contents(one.run_dir)
+    changed = ("--no-exporter", "--set", "trainer.max_steps=2", "--set", "generation.group_size=3")
+    refused = up("a", *changed)
+    assert refused.process.wait(DEADLINE_S) == 2
+    (line,) = refused.log.read_text().splitlines()
+    assert line.startswith("error: runs/default/checkpoints/step_000002 was written with other settings")
+    assert contents(one.run_dir) == before
+    assert ask(one, "reset", "--run", "default", "--with-records", "--yes").returncode == 0
+    again = up("a", *changed)
+    assert again.process.wait(DEADLINE_S) == 0, again.log.read_text()
+    assert (one.directory / "runs" / "default.old" / "checkpoints" / "step_000002").exists()
