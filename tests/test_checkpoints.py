@@ -304,3 +304,9 @@ def test_a_checkpoint_is_found_by_step_or_directory_and_others_are_named(tmp_pat
     assert [there.find(place).step for place in ("10", "latest", str(path))] == [10, 10, 10]
     with pytest.raises(CheckpointError, match=r"11 is no complete checkpoint; .* has those of steps: 10"):
         there.find("11")
+
+
+def test_a_place_where_no_checkpoint_can_be_written_is_told_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file, where a folder is to be made")
+    with pytest.raises(CheckpointError, match=r"checkpoints cannot be written: .*File exists"):
+        checkpoints(tmp_path).take_over()

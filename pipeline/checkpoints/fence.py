@@ -52,7 +52,7 @@ class Fence:
         try:
             said = json.loads(self._path.read_text(encoding="utf-8"))
             return int(said["epoch"]), int(said["sequence"])
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return 0, 0
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
