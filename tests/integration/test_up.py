@@ -219,11 +219,7 @@ def test_a_trainer_that_always_crashes_ends_the_run_with_its_error_and_leaves_on
 ) -> None:
     run_dir = tmp_path / "a" / "runs" / "default"
     (run_dir / "checkpoints").mkdir(parents=True)
-<<<<<<< HEAD
     (run_dir / "checkpoints" / ".writing-step_000001").write_text("a file, where a folder is to be cleared away")
-=======
-    (run_dir / "checkpoints" / ".writing-step_000003").write_text("a file, where a folder is to be made")
->>>>>>> 2333350 (A place where no checkpoint can be written is told before the first step)
     one = up("a", "--no-exporter", "--set", "trainer.max_steps=3", "--set", "data.eval_path='held-out.jsonl'")
     (one.directory / "held-out.jsonl").write_text('{"prompt": "first"}\n')
     assert one.process.wait(DEADLINE_S) == 1, one.log.read_text()
