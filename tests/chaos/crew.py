@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tests.integration.harness import Run
@@ -22,9 +22,13 @@ _REPLACED = "took the run over"
 
 @dataclass(eq=False)
 class Crew:
-    """The workers of a run. problems: ends that nobody wanted. skew_s: of the clocks of those that start next."""
+    """The workers of a run.
+
+    roles: how many of each. problems: ends that nobody wanted. skew_s: of the clocks of those that start next.
+    """
 
     run: Run
+    roles: Mapping[str, int] = field(default_factory=lambda: dict(ROLES))
     settings: Sequence[str] = ()
     problems: list[str] = field(default_factory=list)
     skew_s: dict[str, float] = field(default_factory=dict)
@@ -33,7 +37,7 @@ class Crew:
 
     def start(self) -> None:
         """Everyone."""
-        for role, number in ROLES.items():
+        for role, number in self.roles.items():
             for _ in range(number):
                 self.add(role)
 
@@ -63,7 +67,7 @@ class Crew:
         for worker in [worker for worker in self._present if worker.code is not None]:
             self._present.remove(worker)
             self._judge(worker)
-        for role, number in ROLES.items():
+        for role, number in self.roles.items():
             for _ in range(number - len(self.of(role)) if not self._is_ending else 0):
                 self.add(role)
 
@@ -80,10 +84,10 @@ class Crew:
         self.settings = (*self.settings, *settings)
         last = self.add("trainer")
         for role in ("generator", "scorer"):
-            for _ in range(ROLES[role] - len(self.of(role))):
+            for _ in range(self.roles[role] - len(self.of(role))):
                 self.add(role)
         await self.run.until(lambda: last.code is not None, "the end of the last trainer", deadline_s=90.0)
-        await self.run.until(lambda: not any(map(self.of, ROLES)), "the end of everyone else")
+        await self.run.until(lambda: not any(map(self.of, self.roles)), "the end of everyone else")
         self.refill()
 
     def _judge(self, worker: Worker) -> None:

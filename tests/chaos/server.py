@@ -15,8 +15,8 @@ from pipeline.embedded import EmbeddedServer
 class MortalServer:
     """Valkey on a unix socket in `folder`. Every write is on disk before it is answered."""
 
-    def __init__(self, folder: Path, *, binary: Path | None = None) -> None:
-        self._folder, self._binary = folder, binary
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._server = self._start()
 
     @property
@@ -48,7 +48,7 @@ class MortalServer:
         self._server.stop()
 
     def _start(self) -> EmbeddedServer:
-        server = EmbeddedServer.start(self._folder, persist=True, binary=self._binary)
+        server = EmbeddedServer.start(self._folder, persist=True)
         with redis.Redis.from_url(server.url) as client:
             self._pid = int(client.info("server")["process_id"])
         return server

@@ -11,7 +11,7 @@ import random
 import resource
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from pipeline.checkpoints import Checkpoints
 from pipeline.keys import Keys, Stream
 from tests.chaos.audit import Audit, audit
-from tests.chaos.crew import Crew
+from tests.chaos.crew import ROLES, Crew
 from tests.chaos.network import Stretch, stretch
 from tests.chaos.schedule import Fault
 from tests.chaos.server import MortalServer
@@ -53,9 +53,11 @@ SETTINGS = (
 class World:
     """One run and its faults. num_seen: faults so far, by kind. recoveries: seconds, by kind."""
 
-    def __init__(self, run: Run, server: MortalServer, network: Stretch, mood: Path, seed: int) -> None:
+    def __init__(
+        self, run: Run, server: MortalServer, network: Stretch, mood: Path, seed: int, roles: Mapping[str, int]
+    ) -> None:
         self.run, self.server, self.network = run, server, network
-        self.crew = Crew(run)
+        self.crew = Crew(run, roles)
         self.recoveries: dict[Fault, list[float]] = {}
         self._mood = mood
         self._chance = random.Random(seed)
@@ -233,9 +235,11 @@ async def _nothing() -> None:
 
 
 @asynccontextmanager
-async def world(folder: Path, name: str, *settings: str, seed: int, binary: Path | None = None) -> AsyncIterator[World]:
+async def world(
+    folder: Path, name: str, *settings: str, seed: int, roles: Mapping[str, int] = ROLES
+) -> AsyncIterator[World]:
     """A run whose workers are kept at their number, on a server of its own."""
-    server = MortalServer(folder / "server", binary=binary)
+    server = MortalServer(folder / "server")
     # An address of the loopback network that nobody else uses stands for the trainer's machine.
     number = random.Random(name).randrange(1 << 16)
     advertised = f"127.77.{number >> 8}.{number & 255}"
@@ -248,7 +252,7 @@ async def world(folder: Path, name: str, *settings: str, seed: int, binary: Path
     )
     try:
         async with running(folder, server.url, name, *words) as run, stretch(run.fleet, advertised) as network:
-            here = World(run, server, network, mood, seed)
+            here = World(run, server, network, mood, seed, roles)
             here.crew.start()
             keeping = asyncio.create_task(here.crew.keep())
             try:
