@@ -39,11 +39,17 @@ class PolicySnapshot:
 
 
 def weights_to_save(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Name -> tensor in host memory, of `dtype` where it is given. Tensors that share memory go on sharing it."""
+    """Name -> tensor in host memory, of `dtype` where it is given. Tensors that share memory go on sharing it.
+
+    Of a model with an adapter only what is trained, which is all that is written of it.
+    """
     trained = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
     copies: dict[tuple[int, torch.Size, tuple[int, ...]], torch.Tensor] = {}
     found: dict[str, torch.Tensor] = {}
+    is_adapter = hasattr(model, "peft_config")
     for name, tensor in model.state_dict().items():
+        if is_adapter and name not in trained:
+            continue
         key = (tensor.data_ptr(), tensor.shape, tensor.stride())
         if key not in copies:
             wanted = tensor.to(device="cpu", dtype=dtype if tensor.is_floating_point() else None)
