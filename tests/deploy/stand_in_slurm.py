@@ -13,14 +13,8 @@ from pathlib import Path
 
 STEPS = Path(os.environ["STEPS"])
 KNOWN = {
-    "--nodes",
-    "--ntasks",
-    "--nodelist",
-    "--job-name",
-    "--output",
-    "--open-mode",
-    "--overlap",
-    "--kill-on-bad-exit",
+    *("--nodes", "--ntasks", "--nodelist", "--job-name", "--output", "--open-mode", "--overlap", "--kill-on-bad-exit"),
+    *("--exact", "--gres", "--gpus", "--gpus-per-task", "--cpus-per-task"),
 }
 
 
@@ -31,9 +25,9 @@ def srun(words: list[str]) -> int:
     assert set(options) <= KNOWN, options
     tasks = []
     for task in range(int(options["--ntasks"])):
-        with open(options["--output"].replace("%t", str(task)), "ab") as log:
+        with open(options["--output"].replace("%N", options["--nodelist"]).replace("%t", str(task)), "ab") as log:
             tasks.append(subprocess.Popen(words[number:], stdout=log, stderr=log))
-    step = STEPS / options["--job-name"]
+    step = STEPS / f"{options['--job-name']}.{os.getpid()}"
     step.write_text(" ".join(str(task.pid) for task in tasks))
     codes = [task.wait() for task in tasks]
     step.unlink()
@@ -51,14 +45,14 @@ def squeue(words: list[str]) -> int:
     """Steps that go on."""
     assert words == ["--steps", "--noheader", f"--jobs={os.environ['SLURM_JOB_ID']}", "--format=%i %j"]
     for step in STEPS.iterdir():
-        sys.stdout.write(f"{step.name} {step.name}\n")
+        sys.stdout.write(f"{step.name} {step.stem}\n")
     return 0
 
 
 def scancel(words: list[str]) -> int:
-    """A signal to the tasks of a step."""
+    """A signal to the tasks of steps."""
     assert words[0] == "--signal=TERM"
-    for pid in (STEPS / words[1]).read_text().split():
+    for pid in [pid for step in words[1:] for pid in (STEPS / step).read_text().split()]:
         os.kill(int(pid), signal.SIGTERM)
     return 0
 
