@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pipeline.messages import Json, ScoredGroup
 from pipeline.rates import WINDOW_S
 
+WAITS_FOR_GROUPS = "scored groups"  # what a trainer says then
 # A trainer that waits less than this share of the time is the slowest stage itself.
 _WAITING_SHARE = 0.2
 

@@ -13,7 +13,7 @@ from pipeline.config import AutoscaleSettings, QueueSettings
 from pipeline.errors import ConfigError
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys
-from pipeline.local.autoscale import Sample, Signals, Stage, decide, signals_of
+from pipeline.local.autoscale import IdleClock, Sample, Signals, Stage, decide, signals_of
 from pipeline.local.autoscaler import Autoscaler
 from pipeline.scaling import GENERATOR, SCORER, Scaling
 from pipeline.settings.files import load_config
@@ -101,6 +101,16 @@ def test_samples_become_the_fewest_that_waited_and_the_mean_in_work() -> None:
     assert (found.trainer_idle_ratio, found.window_s, found.since_change_s) == (0.4, 10, 7)
     expected = Stage(num_ours=1, num_ready=2, num_workers=3, slots=4.0, waiting=3, in_work=6.0)
     assert found.stages == {GENERATOR: expected}
+
+
+def test_a_wait_that_is_over_and_not_yet_counted_is_not_taken_back() -> None:
+    clock = IdleClock()
+    waiting = {"idle_s": 100.0, "waited_s": 40.0, "waiting_for": "scored groups"}
+    in_step = {"idle_s": 100.0, "waited_s": 0.0, "waiting_for": None}
+    counted = {"idle_s": 150.0, "waited_s": 0.0, "waiting_for": None}
+    assert [clock.read("t", said) for said in (waiting, in_step, counted)] == [140, 140, 150]
+    assert clock.read("t", {**counted, "waited_s": 30.0, "waiting_for": "Redis (no answer)"}) == 150
+    assert clock.read("u", in_step) == 100, "another trainer"
 
 
 def test_nothing_is_known_of_a_trainer_that_came_within_the_window() -> None:

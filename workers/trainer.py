@@ -23,6 +23,7 @@ from pipeline.evaluation import EvaluationReport, Evaluator
 from pipeline.feeder import Feeder
 from pipeline.instruments import observe_each
 from pipeline.learner import Learner, load_learner
+from pipeline.pace import WAITS_FOR_GROUPS
 from pipeline.run.data import RunData, load_run_data
 from pipeline.run.progress import Progress
 from pipeline.run.recovery import Recovery, TrainerState
@@ -149,7 +150,7 @@ class Trainer:
     def _say_waiting(self, num_dropped: int, num_dead: int) -> None:
         self._slots_freed.set()
         self._count_groups()
-        self._context.waiting_for("scored groups")
+        self._context.waiting_for(WAITS_FOR_GROUPS)
         self._context.set_status(
             dead_in_step=num_dead,
             dropped_in_step=num_dropped,

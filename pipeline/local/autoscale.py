@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 from pipeline.config import AutoscaleSettings
 from pipeline.keys import Stream
+from pipeline.messages import Json
+from pipeline.pace import WAITS_FOR_GROUPS
 from pipeline.scaling import GENERATOR, SCORER
 
 SOURCES = {GENERATOR: Stream.PROMPTS, SCORER: Stream.ROLLOUTS}
@@ -120,6 +122,29 @@ def _bounds(role: str, settings: AutoscaleSettings) -> tuple[int, int]:
     if role == GENERATOR:
         return settings.min_generators, settings.max_generators
     return settings.min_scorers, settings.max_scorers
+
+
+class IdleClock:
+    """Seconds that a trainer has waited for groups, as its words add up.
+
+    It counts a wait when the step after it is done, and says meanwhile how long it has been waiting;
+    between the two it says less than before, which is no time that was given back.
+    """
+
+    def __init__(self) -> None:
+        self._trainer = ""
+        self._idle_s = 0.0
+
+    def read(self, trainer: str, status: Mapping[str, Json]) -> float:
+        """What it has waited by now. trainer: another one begins anew."""
+        idle_s, waited_s = (
+            float(value) if isinstance(value := status.get(name), (int, float)) else 0.0
+            for name in ("idle_s", "waited_s")
+        )
+        now_s = idle_s + (waited_s if status.get("waiting_for") == WAITS_FOR_GROUPS else 0.0)
+        self._idle_s = max(self._idle_s, now_s) if trainer == self._trainer else now_s
+        self._trainer = trainer
+        return self._idle_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from pipeline.config import Config
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys
-from pipeline.local.autoscale import SOURCES, Sample, decide, signals_of
+from pipeline.local.autoscale import SOURCES, IdleClock, Sample, decide, signals_of
 from pipeline.local.crew import TRAINER
 from pipeline.queues.accounts import Accounts
 from pipeline.roster import WorkerInfo
@@ -39,6 +39,7 @@ class Autoscaler:
         self._numbers = numbers
         self._say = say
         self._samples: deque[Sample] = deque()
+        self._idle = IdleClock()
         self._seen: dict[str, int] = {}
         self._changed_at = time.monotonic() - self._settings.cool_down_s
 
@@ -65,12 +66,12 @@ class Autoscaler:
             return
         workers, depths = [worker for worker in await fleet.workers() if worker.is_alive], await accounts.depths()
         now = time.monotonic()
-        age_s, trainer, idle_s = _trainer(workers)
+        trainer = next((worker for worker in workers if worker.role == TRAINER and worker.status.get("step")), None)
         self._samples.append(
             Sample(
-                at=now - age_s,
-                trainer=trainer,
-                idle_s=idle_s,
+                at=now - (trainer.age_s if trainer else 0.0),
+                trainer=trainer.worker_id if trainer else "",
+                idle_s=self._idle.read(trainer.worker_id, trainer.status) if trainer else None,
                 waiting={role: depths[stream].backlog for role, stream in SOURCES.items()},
                 in_work={role: depths[stream].pending for role, stream in SOURCES.items()},
                 num_ready={role: _number(workers, role, ready=True) for role in SOURCES},
@@ -83,15 +84,6 @@ class Autoscaler:
         for decision in decide(signals, self._settings):
             self._say(f"autoscale: {numbers[decision.role]} -> {decision.number} {decision.role}s: {decision.reason}")
             await scaling.ask({decision.role: decision.number})
-
-
-def _trainer(workers: Sequence[WorkerInfo]) -> tuple[float, str, float | None]:
-    """How old the trainer's last word is, who it is, and the seconds it has waited, the wait of now included."""
-    trainer = next((worker for worker in workers if worker.role == TRAINER and worker.status.get("step")), None)
-    if trainer is None:
-        return 0.0, "", None
-    said = [trainer.status.get(name) for name in ("idle_s", "waited_s")]
-    return trainer.age_s, trainer.worker_id, float(sum(value for value in said if isinstance(value, (int, float))))
 
 
 def _number(workers: Sequence[WorkerInfo], role: str, *, ready: bool = False) -> int:
