@@ -85,11 +85,16 @@ class Fleet:
         """Raises ConfigError, naming the runs that there are, when the server knows nothing of this one."""
         if await self._redis.exists(self._keys.meta, self._keys.workers, *self._keys.streams):
             return
-        others = [run_of(key.decode()) async for key in self._redis.scan_iter(match=META_OF_ALL_RUNS, count=1000)]
+        others = few(await self.other_runs())
         raise ConfigError(
-            f"run.name = {self._keys.run!r}: the server knows no such run (runs there: {few(others)}); name one with "
-            "--run, or the server that has it with redis.url (REDIS_URL)"
+            f"run.name = {self._keys.run!r}: the server knows no such run (runs there: {others}); "
+            "name one with --run, or the server that has it with redis.url (REDIS_URL)"
         )
+
+    async def other_runs(self) -> list[str]:
+        """Names of the other runs that the server has."""
+        found = [run_of(key.decode()) async for key in self._redis.scan_iter(match=META_OF_ALL_RUNS, count=1000)]
+        return [run for run in found if run != self._keys.run]
 
     # --- signs of life and requests ------------------------------------------------------------
 

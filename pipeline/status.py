@@ -64,7 +64,7 @@ def headline(status: RunStatus) -> str:
 def limit_line(status: RunStatus) -> str:
     """What holds it back."""
     limit = status.limit
-    if limit.stage is None:
+    if limit.stage is None or status.is_paused:
         return limit.reason
     return f"{'BLOCKED by' if limit.is_blocked else 'limited by'} {limit.stage}: {limit.reason}"
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
 
+from pipeline.config import Config
+from pipeline.fleet import Fleet, WorkerInfo
+from pipeline.keys import Keys
 from pipeline.queues.ledger import Ledger
 from pipeline.records.recorder import Recorder
+from pipeline.run.predecessor import changed_settings, keep_settings
 from pipeline.run.record import read_record
+from pipeline.settings.files import load_config
 from tests.conftest import Answer
 
 Ask = Callable[..., Answer]
@@ -57,7 +64,46 @@ def test_a_run_that_stopped_before_its_end_says_how_it_goes_on(
 ) -> None:
     monkeypatch.delenv("REDIS_URL")
     end(run_dir, None)
-    assert "started again, it goes on" in ask("status").out
+    assert "nobody works at this run, and the run is not over (2 steps are done): started again" in ask("status").out
+    keep_settings(settings_of(run_dir, "trainer.max_steps=10"))
+    assert "not over (2 of 10 steps are done): started again, it goes on" in ask("status").out
+
+
+async def test_a_run_whose_workers_were_all_drained_says_how_far_it_is_and_how_it_goes_on(
+    ask: Ask, run_dir: Path, redis: Redis, keys: Keys
+) -> None:
+    run_id = await Fleet(redis, keys).join({"lora.rank": "0"})
+    (run_dir / "run.json").write_text(json.dumps({"run": run_dir.name, "run_id": run_id, "ended": None}))
+    keep_settings(settings_of(run_dir, "trainer.max_steps=10"))
+    await Fleet(redis, keys).register(WorkerInfo(worker_id="exporter-x", role="exporter", host="here", pid=1))
+    said = (await asyncio.to_thread(ask, "status")).out.splitlines()
+    assert said[0].startswith(f"run {run_dir.name}  step 2 ")
+    assert said[1] == (
+        "no worker is alive, and the run is not over (2 of 10 steps are done): started again, it goes on from its last "
+        "checkpoint"
+    )
+    await Fleet(redis, keys).stop("the data has ended")
+    assert "the run is over: the data has ended" in (await asyncio.to_thread(ask, "status")).out
+
+
+def settings_of(run_dir: Path, *overrides: str) -> Config:
+    words = [f"run.name={run_dir.name}", f"run.dir='{run_dir.parent}'", *overrides]
+    return load_config([], environ={}, overrides=words)
+
+
+def test_settings_that_a_trainer_has_and_the_last_one_had_not_are_named_with_both_values(run_dir: Path) -> None:
+    keep_settings(settings_of(run_dir, "trainer.max_steps=400", "queues.lease_s=10", "redis.url='redis://u:pw@h:1'"))
+    assert changed_settings(settings_of(run_dir, "trainer.max_steps=400", "queues.lease_s=10.0")) == ""
+    assert changed_settings(settings_of(run_dir, "trainer.max_steps=20")) == (
+        "queues.lease_s = 30.0 here, 10.0 before; trainer.max_steps = 20 here, 400 before"
+    )
+    both_say = ("trainer.max_steps=400", "queues.lease_s=10")
+    assert changed_settings(settings_of(run_dir, *both_say, "worker.port=4000", "lora.rank=8")) == "", (
+        "not its business"
+    )
+    assert "pw" not in (run_dir / "trainer.toml").read_text()
+    (run_dir / "trainer.toml").write_text("= broken")
+    assert changed_settings(settings_of(run_dir)) == ""
 
 
 def test_a_run_that_was_removed_from_a_server_is_known_by_its_directory(ask: Ask, run_dir: Path) -> None:
@@ -75,5 +121,5 @@ def test_a_run_that_left_no_record_still_asks_for_a_server(ask: Ask, monkeypatch
 def test_a_run_that_was_killed_has_a_record_without_accounts(run_dir: Path) -> None:
     record = read_record(run_dir)
     assert record is not None
-    assert (record.step, record.ended, record.ledger) == (2, None, None)
+    assert (record.step, record.max_steps, record.ended, record.ledger) == (2, 0, None, None)
     assert record.values == {"reward_mean": 0.75, "staleness_mean": 1.5, "weight_version": 2.0, "eval_reward": 0.5}

@@ -21,6 +21,7 @@ from pipeline.roster import RunFacts
 from pipeline.run.metrics import RunCollector
 from pipeline.status import Limit, collect, limiting_stage, render
 from pipeline.streams import Entry, Streams
+from pipeline.worker.state import WorkerState
 from tests.run_states import depths, everyone, limit, worker
 
 
@@ -29,13 +30,45 @@ def test_without_workers_the_run_is_over_or_blocked() -> None:
         stage=None, reason="the run is over: all steps are done"
     )
     assert limit(depths(), [], run_id=None).reason == "nobody has joined this run"
-    assert limit(depths(3), []).is_blocked
+    stopped = limit(depths(3), [])
+    assert stopped.is_blocked
+    assert stopped.reason == (
+        "no worker is alive, and the run is not over: started again, it goes on from its last checkpoint"
+    )
 
 
 def test_a_pause_is_named_with_the_way_out() -> None:
     found = limit(depths(3), everyone(), is_paused=True)
     assert (found.stage, found.is_blocked) == ("control", True)
     assert "resume" in found.reason
+
+
+async def test_a_pause_is_no_blockade(redis: Redis, keys: Keys) -> None:
+    await a_run(redis, keys)
+    await Fleet(redis, keys).pause()
+    said = render(await collect(redis, keys)).splitlines()
+    assert said[1] == "the run is paused; `rollstream resume` goes on"
+    assert "BLOCKED" not in "".join(said)
+
+
+def test_a_step_that_is_done_is_told_at_once_and_not_with_the_next_heartbeat() -> None:
+    state = WorkerState("trainer", "trainer-a")
+    told = []
+    for fields in ({"step": 0}, {"step": 0, "reward_mean": 0.5}, {"weight_version": 1}, {"step": 1}):
+        state.changed.clear()
+        state.note(fields)
+        told.append(state.changed.is_set())
+    assert told == [True, False, False, True]
+
+
+async def test_step_and_version_are_those_of_one_word_of_the_trainer(redis: Redis, keys: Keys) -> None:
+    await a_run(redis, keys)
+    fleet = Fleet(redis, keys)
+    await fleet.set_version(14)
+    assert (await collect(redis, keys)).weight_version == 14, "it has not said which it has"
+    await fleet.register(worker("trainer", step=12, weight_version=12))
+    status = await collect(redis, keys)
+    assert (status.step, status.weight_version) == (12, 12)
 
 
 @pytest.mark.parametrize("role", ["generator", "scorer", "trainer"])

@@ -207,7 +207,7 @@ class Trainer:
         self._context.metrics.weight_publish_seconds.observe(time.monotonic() - started)
         self._context.metrics.weight_version.set(version)
         self._count_transfers()
-        self._context.set_status(weight_version=version, step=self._state.step)
+        self._context.set_status(weight_version=version)
 
     def _count_transfers(self) -> None:
         """What the publisher has done since it was last asked; a version that was just published is sent later."""

@@ -57,11 +57,17 @@ def _without_run(alive: Sequence[WorkerInfo], facts: RunFacts) -> Limit | None:
     if not alive and facts.stop_reason is not None:
         return Limit(stage=None, reason=f"the run is over: {facts.stop_reason}")
     if not alive:
-        what = "nobody has joined this run" if facts.run_id is None else "no worker is alive"
+        what = "nobody has joined this run" if facts.run_id is None else unfinished("no worker is alive")
         return Limit(stage=None, reason=what, is_blocked=True)
     if facts.is_paused:
         return Limit(stage="control", reason="the run is paused; `rollstream resume` goes on", is_blocked=True)
     return None
+
+
+def unfinished(what: str, progress: str = "") -> str:
+    """What is said of a run that stands still before its end. progress: as in "3 of 10 steps are done"."""
+    done = f" ({progress})" if progress else ""
+    return f"{what}, and the run is not over{done}: started again, it goes on from its last checkpoint"
 
 
 def _missing_worker(

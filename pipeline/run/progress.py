@@ -69,6 +69,7 @@ class Progress:
 
     def goes_on_from(self, step: int) -> None:
         """Training begins, or goes on from a checkpoint; later steps are done again."""
+        self._context.set_status(step=step)
         num_records = self._recorder.rewind(step)
         if num_records:
             self._context.log.info("records_set_aside", num_records=num_records, after_step=step, file=LOST_FILE)

@@ -13,7 +13,8 @@ from typing import Any
 
 from pipeline.queues.ledger import Ledger
 from pipeline.records.recorder import last_metrics
-from pipeline.run.limits import Limit
+from pipeline.run.limits import Limit, unfinished
+from pipeline.run.predecessor import kept_settings
 from pipeline.run.status import RunStatus
 
 IDENTITY_FILE = "run.json"
@@ -25,16 +26,23 @@ class RunRecord:
     """The end of a run, or where it was when it stopped.
 
     run: name. ended: why it is over; None where it may go on. step, values: of the last rows of
-    metrics.jsonl. at: Unix seconds of the last row. ledger: None where the trainer could not say it.
+    metrics.jsonl. max_steps: of its last trainer; 0 where there is no bound, or it is not known. at: Unix
+    seconds of the last row. ledger: None where the trainer could not say it.
     """
 
     run: str
     run_id: str | None
     ended: str | None
     step: int
+    max_steps: int
     at: float
     values: dict[str, float]
     ledger: Ledger | None
+
+    @property
+    def progress(self) -> str:
+        """How far it is."""
+        return f"{self.step} of {self.max_steps} steps are done" if self.max_steps else f"{self.step} steps are done"
 
 
 def read_record(run_dir: Path) -> RunRecord | None:
@@ -48,6 +56,7 @@ def read_record(run_dir: Path) -> RunRecord | None:
         run_id=identity.get("run_id"),
         ended=identity.get("ended"),
         step=last["step"],
+        max_steps=int(json.loads(kept_settings(run_dir).get("trainer.max_steps", "0"))),
         at=float(last.get("time", 0.0)),
         values={name: float(last[name]) for name in _NAMES if isinstance(last.get(name), int | float)},
         ledger=_ledger(identity.get("ledger")),
@@ -57,7 +66,7 @@ def read_record(run_dir: Path) -> RunRecord | None:
 def as_status(record: RunRecord) -> RunStatus:
     """The record as the status of a run that nobody works at."""
     over = f"the run is over: {record.ended}"
-    stopped = "nobody works at this run, and it is not over: started again, it goes on from its last checkpoint"
+    stopped = unfinished("nobody works at this run", record.progress)
     ledger = record.ledger or Ledger()
     return RunStatus(
         run=record.run,
@@ -87,13 +96,16 @@ def as_status(record: RunRecord) -> RunStatus:
 def complete(status: RunStatus, record: RunRecord) -> RunStatus:
     """A status without a trainer, with what the directory knows of the same run."""
     is_same = status.run_id is None or status.run_id == record.run_id
-    if not is_same or status.step is not None or any(worker.is_alive for worker in status.workers):
+    is_alive = any(worker.is_alive and worker.role != "exporter" for worker in status.workers)
+    if not is_same or status.step is not None or is_alive:
         return status
     recorded = as_status(record)
     if status.run_id is None:
         return recorded
+    stopped = replace(status.limit, reason=unfinished("no worker is alive", record.progress))
     return replace(
         status,
+        limit=status.limit if status.stop_reason else stopped,
         step=recorded.step,
         reward_mean=recorded.reward_mean,
         eval_reward=recorded.eval_reward,

@@ -20,6 +20,7 @@ from pipeline.disk import write_whole
 from pipeline.errors import CheckpointError, RunConflictError
 from pipeline.learner import Learner
 from pipeline.messages import Json, PromptGroup
+from pipeline.run.predecessor import changed_settings, keep_settings
 from pipeline.run.record import IDENTITY_FILE, read_identity
 from pipeline.run.resumption import already_over, checkpoint_to_go_on_from, is_own, run_checkpoints
 from pipeline.settings.files import fingerprint
@@ -94,6 +95,7 @@ class Recovery:
             # Whoever was started to work for this trainer need not wait for it.
             await context.fleet.stop(ending.reason)
             return False
+        await asyncio.to_thread(self._compare_settings)
         self.remember(0)
         await asyncio.to_thread(self._checkpoints.take_over)
         return True
@@ -118,6 +120,19 @@ class Recovery:
                 f"not belong to {context.config.run_dir}. Choose another run.name, or remove what is left of it with "
                 f"`rollstream reset --run {context.config.run.name}`"
             )
+
+    def _compare_settings(self) -> None:
+        """A trainer that goes on for another says in which settings it differs, and leaves its own for the next."""
+        config, log = self._context.config, self._context.log
+        goes_on = self._checkpoint is not None or self._identity().get("run_id") == self._context.run_id
+        if goes_on and (changed := changed_settings(config)):
+            log.warning(
+                "settings_changed", changed=changed, advice="give it those of its predecessor unless it is meant"
+            )
+        try:
+            keep_settings(config)
+        except OSError as error:
+            log.error("settings_not_kept", reason=str(error))
 
     def remember(self, version: int, **more: Json) -> None:
         """Keep on disk which run in Redis this directory belongs to, and the newest version it has used.

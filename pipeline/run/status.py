@@ -80,7 +80,8 @@ async def collect(redis: Redis, keys: Keys) -> RunStatus:
         run=keys.run,
         run_id=facts.run_id,
         at=facts.at,
-        weight_version=facts.weight_version,
+        # As of the step that is shown; the run's own is a moment ahead of what the trainer says of it.
+        weight_version=_whole(said.get("weight_version", facts.weight_version)),
         is_paused=facts.is_paused,
         stop_reason=facts.stop_reason,
         trainer=facts.trainer,

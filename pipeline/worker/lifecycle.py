@@ -28,6 +28,7 @@ from pipeline.worker.arrival import Arrival
 from pipeline.worker.context import WorkerContext
 from pipeline.worker.health import HealthServer
 from pipeline.worker.heartbeat import Heartbeat
+from pipeline.worker.namesakes import name_similar_runs
 from pipeline.worker.shutdown import ExitGuard, Shutdown, StoppedNowError, signals_as_before
 from pipeline.worker.state import WorkerState
 from pipeline.worker.wait_log import WaitLog
@@ -134,8 +135,10 @@ class _Life:
         try:
             async with asyncio.TaskGroup() as group, context.keeper:
                 heart = group.create_task(Heartbeat(context, arrival).run(), name="heartbeat")
+                looking = group.create_task(name_similar_runs(context))
                 await self._run_body(context)
                 heart.cancel()
+                looking.cancel()
         finally:
             self._guard.start(_EXIT_S)
             await self._leave(context)
@@ -188,7 +191,7 @@ class _Life:
             state.turned()
             if waits.is_due(state.waiting_for, state.waited_s):
                 say = self._log.warning if state.lacks_redis else self._log.info
-                say("waiting", waiting_for=state.waiting_for, seconds=round(state.waited_s))
+                say("waiting", waiting_for=state.waiting_for, seconds=round(state.waited_s), run=self._config.run.name)
             await asyncio.sleep(_TURN_S)
 
 

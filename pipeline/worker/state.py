@@ -18,6 +18,7 @@ from pipeline.messages import Json
 
 # The loop says that it turns twice a second; after this long without a word it counts as stuck.
 _STUCK_AFTER_S = 10.0
+_NEWS = "step"
 REDIS = "Redis"
 
 Result = TypeVar("Result")
@@ -114,8 +115,11 @@ class WorkerState:
         self.changed.set()
 
     def note(self, fields: Mapping[str, object]) -> None:
-        """Keep what the worker says of itself, as JSON values."""
+        """Keep what the worker says of itself, as JSON values. A step that is done is news."""
+        before = self.fields.get(_NEWS)
         self.fields.update({name: plain_json(value) for name, value in fields.items()})
+        if self.fields.get(_NEWS) != before:
+            self.changed.set()
 
     def turned(self) -> None:
         """The event loop goes round."""

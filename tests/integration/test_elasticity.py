@@ -192,3 +192,17 @@ async def test_generators_that_pass_weights_on_come_and_go(tmp_path: Path, valke
         for worker in others:
             assert await run.metric(worker, "rollstream_weight_version") > before[worker.pid] + 10
         assert (await run.ledger()).dead == 0
+
+
+async def test_a_generator_of_a_run_whose_name_is_misspelled_says_which_run_it_waits_for_and_which_there_are(
+    tmp_path: Path, valkey_url: str, run_name: str
+) -> None:
+    async with running(tmp_path, valkey_url, run_name, *SCRIPTED) as run:
+        await run.fleet.join({"lora.rank": "0"})
+        misspelled = run.start("generator", f"run.name='{run_name[:-1]}'")
+        await run.until(lambda: misspelled.events_named("no_trainer_yet") != [], "word of the run that is meant")
+        (said,) = misspelled.events_named("no_trainer_yet")
+        assert (said["run"], said["similar_runs"]) == (run_name[:-1], run_name)
+        assert {event["run"] for event in misspelled.events_named("waiting")} == {run_name[:-1]}
+        misspelled.signal(signal.SIGTERM)
+        assert await run.until_exit(misspelled) == [0]

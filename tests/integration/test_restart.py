@@ -50,7 +50,8 @@ async def test_a_trainer_killed_in_mid_step_is_followed_by_one_that_feeds_again_
 ) -> None:
     async with running(tmp_path, valkey_url, run_name, *SETTINGS) as run:
         doomed = run.start_all(generators=2)
-        await run.until_steps(5)
+        # Samples of a step are written after its row.
+        await run.until(lambda: bool(run.samples) and run.samples[-1]["step"] >= 5, "the samples of step 5")
         doomed.kill()
         ledger = await run.ledger()
         assert ledger.uncommitted == ledger.trained - 12 > 0
@@ -201,6 +202,22 @@ async def test_a_trainer_of_a_run_that_is_over_loads_nothing_and_lets_those_go_w
         assert (run.config.run_dir / "run.json").read_text() == remembered
         assert Checkpoints(run.config.run_dir / "checkpoints", run.config.checkpoint).list() == [checkpoint]
         assert (await run.fleet.facts()).stop_reason == "all 2 steps are done"
+
+
+async def test_a_trainer_that_goes_on_with_other_settings_than_its_predecessor_names_them(
+    tmp_path: Path, valkey_url: str, run_name: str
+) -> None:
+    async with running(tmp_path, valkey_url, run_name, *SETTINGS) as run:
+        doomed = run.start_all()
+        await run.until_steps(2)
+        assert doomed.events_named("settings_changed") == []
+        doomed.kill()
+        successor = run.start("trainer", "trainer.max_steps=4", "checkpoint.keep=5")
+        await run.until_over()
+        (said,) = successor.events_named("settings_changed")
+        assert said["level"] == "warning"
+        assert said["changed"] == "trainer.max_steps = 4 here, 12 before; checkpoint.keep = 5 here, 10 before"
+        assert run.num_steps == 4
 
 
 async def test_a_trainer_that_is_drained_before_its_first_step_leaves_no_checkpoint_and_loses_nothing(
