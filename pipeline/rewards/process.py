@@ -28,6 +28,7 @@ import psutil
 from pipeline.errors import RewardLoadError
 from pipeline.rewards import frames
 
+_KEPT_FROM_REWARDS = frozenset({"REDIS_URL", "ROLLSTREAM_REDIS__URL"})
 LOAD_TIMEOUT_S: Final = 300.0
 _STDERR: Final = 2
 _EXIT_S: Final = 0.2
@@ -183,7 +184,9 @@ def _start_guard(read_end: int) -> subprocess.Popen[bytes]:
 
 def _start_child(sock: socket.socket, *, group: int) -> subprocess.Popen[bytes]:
     # -P keeps the working directory from hiding installed modules; the child appends it instead.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    # Reward functions may need keys of their own there; the queues' password is not among what they need.
+    inherited = {name: value for name, value in os.environ.items() if name not in _KEPT_FROM_REWARDS}
+    environment = inherited | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     return subprocess.Popen(
         [sys.executable, "-u", "-P", "-m", "pipeline.rewards.child", str(sock.fileno())],
         stdin=subprocess.DEVNULL,

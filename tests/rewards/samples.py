@@ -25,6 +25,12 @@ def num_letters(prompts: list[str], completions: list[str], **columns: Any) -> l
     return [float(len(completion)) for completion in completions]
 
 
+def sees_the_server(prompts: Any, completions: list[str], **columns: Any) -> list[bool]:
+    """Whether the environment says where the queues are, or lacks the reward's own key."""
+    seen = "REDIS_URL" in os.environ or "ROLLSTREAM_REDIS__URL" in os.environ
+    return [seen or os.environ.get("REWARD_KEY") != "mine"] * len(completions)
+
+
 async def concurrently(prompts: Any, completions: list[str], **columns: Any) -> list[float]:
     async def one(completion: str) -> float:
         await asyncio.sleep(0)

@@ -109,3 +109,11 @@ async def test_a_reward_process_stays_small() -> None:
     async with running_pool(reward("num_letters")) as pool:
         await pool.score(rollout("a"))
         assert psutil.Process(pool.pids[0]).memory_info().rss < 40e6
+
+
+async def test_where_the_queues_are_is_kept_from_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDIS_URL", "redis://:password@host")
+    monkeypatch.setenv("ROLLSTREAM_REDIS__URL", "redis://:password@host")
+    monkeypatch.setenv("REWARD_KEY", "mine")
+    async with running_pool(reward("sees_the_server")) as pool:
+        assert await rewards_of(pool, rollout("a", "b")) == [0, 0]
