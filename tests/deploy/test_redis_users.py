@@ -19,6 +19,7 @@ from pipeline.config import RedisSettings
 from pipeline.embedded import find_server
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys
+from pipeline.scaling import Scaling
 from pipeline.streams import connect
 from tests.conftest import Answer
 from tests.deploy.servers import Users, make_users, on_socket, serving
@@ -122,6 +123,21 @@ async def test_a_run_in_which_every_role_is_a_user_of_its_own_ends_well(guarded:
         assert (await run.ledger()).trained == 10 * 4
         said = await run.command("status", "--json")
         assert said.code == 0, said.out
+    assert denied(guarded) == []
+
+
+async def test_an_up_and_those_who_ask_it_for_workers_are_operators_and_the_exporter_sees_the_numbers(
+    guarded: Guarded,
+) -> None:
+    async with (
+        connect(RedisSettings(), guarded.url("operator"), retries=0) as operator,
+        connect(RedisSettings(), guarded.url("exporter"), retries=0) as exporter,
+    ):
+        scaling = Scaling(operator, guarded.keys)
+        await scaling.keep("up", {"generator": (1, 1), "scorer": (1, 1)}, ttl_s=30)
+        assert await scaling.ask({"generator": 3}) == {"generator": 1}
+        assert await Scaling(exporter, guarded.keys).kept() == {"generator": 1, "scorer": 1}
+        await scaling.leave("up")
     assert denied(guarded) == []
 
 
