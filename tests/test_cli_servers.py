@@ -145,6 +145,18 @@ async def test_a_run_that_does_not_exist_is_refused_with_those_that_do_and_nothi
     assert f"(runs there: {other.run})" in answer.err
 
 
+async def test_the_status_of_a_run_that_does_not_exist_names_those_that_do(keys: Keys, ask: Ask) -> None:
+    with EmbeddedServer.start() as server:
+        on_server = ("--set", f"redis.url={server.url}")
+        assert (
+            "nobody has joined this run (runs there: none)" in (await asyncio.to_thread(ask, "status", *on_server)).out
+        )
+        async with connect(RedisSettings(), server.url) as redis:
+            await Fleet(redis, Keys("vowels")).join({"lora.rank": "0"})
+        said = (await asyncio.to_thread(ask, "status", *on_server)).out
+    assert "nobody has joined this run (runs there: vowels)" in said
+
+
 def test_reset_reaches_a_run_whose_own_server_has_ended(ask: Ask, run_dir: Path, run_name: str) -> None:
     answer = ask("reset", "--yes")
     assert answer.code == 0, answer.err

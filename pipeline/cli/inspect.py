@@ -6,7 +6,7 @@ In: a run. Out: tables for people, `--json` for programs. They change nothing, b
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,7 +14,7 @@ import click
 
 from pipeline.cli.options import Sources, as_json, takes_config, with_redis
 from pipeline.cli.output import echo_json, echo_table
-from pipeline.errors import UsageError
+from pipeline.errors import UsageError, few
 from pipeline.keys import Keys, Stream
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def status(sources: Sources, is_watch: bool, is_schema: bool, is_json: bool) -> 
         echo_json(status_schema())
         return 0
     if not is_watch:
-        now = _collect_status(sources)
+        now = _collect_status(sources, names_others=True)
         echo_json(now) if is_json else click.echo(render(now))
         return 0
     from pipeline.cli.watch import plain, watch
@@ -206,7 +206,8 @@ def show(sources: Sources, group_id: str, is_json: bool) -> int:
     return 0
 
 
-def _collect_status(sources: Sources) -> RunStatus:
+def _collect_status(sources: Sources, *, names_others: bool = False) -> RunStatus:
+    """names_others: of a run that the server does not know it is said which ones it does, which reads all keys."""
     from pipeline.local.server_address import is_without_server
     from pipeline.run.record import as_status, complete, read_record
 
@@ -215,9 +216,14 @@ def _collect_status(sources: Sources) -> RunStatus:
         return as_status(record)
 
     async def body(redis: Redis, keys: Keys) -> RunStatus:
+        from pipeline.fleet import Fleet
         from pipeline.status import collect
 
-        return await collect(redis, keys)
+        found = await collect(redis, keys)
+        if found.run_id is not None or not names_others:
+            return found
+        there = few(await Fleet(redis, keys).other_runs())
+        return replace(found, limit=replace(found.limit, reason=f"{found.limit.reason} (runs there: {there})"))
 
     now = with_redis(sources, body)
     if now.step is None and (record := read_record(config.run_dir)) is not None:

@@ -126,9 +126,7 @@ class Recovery:
         config, log = self._context.config, self._context.log
         goes_on = self._checkpoint is not None or self._identity().get("run_id") == self._context.run_id
         if goes_on and (changed := changed_settings(config)):
-            log.warning(
-                "settings_changed", changed=changed, advice="give it those of its predecessor unless it is meant"
-            )
+            log.warning("settings_changed", changed=changed, advice="where it is not meant: start it with theirs")
         try:
             keep_settings(config)
         except OSError as error:
