@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,30 @@ async def test_a_blocked_claim_outlives_a_restart_of_its_server(tmp_path: Path, 
     finally:
         await client.aclose()
         await asyncio.to_thread(server.stop)
+
+
+async def test_a_server_that_stands_still_for_a_while_is_waited_for_and_nothing_is_done_twice(
+    short_path: Path, keys: Keys
+) -> None:
+    with EmbeddedServer.start(short_path) as server:
+        async with connect(RedisSettings(), server.url) as redis:
+            workers = [Streams(redis, keys, QueueSettings(), consumer=f"w{number}") for number in range(4)]
+            await workers[0].open()
+            pid = int((await redis.info("server"))["process_id"])
+            for pulse in range(3):
+                os.kill(pid, signal.SIGSTOP)
+                calls = [
+                    asyncio.create_task(worker.feed(entries(2, first=8 * pulse + 2 * number), limit=100))
+                    for number, worker in enumerate(workers)
+                ]
+                done, _ = await asyncio.wait(calls, timeout=0.2)
+                assert not done
+                os.kill(pid, signal.SIGCONT)
+                async with asyncio.timeout(60):
+                    assert await asyncio.gather(*calls) == [2, 2, 2, 2]
+            ledger = await workers[0].ledger()
+            assert ledger.balances
+            # In any order: what comes behind a higher ordinal counts as fed before.
+            assert ledger.fed <= 24
+            claimed = await workers[0].claim(Stream.PROMPTS, 100, block_s=0)
+            assert len({lease.group_id for lease in claimed}) == len(claimed) == ledger.fed
