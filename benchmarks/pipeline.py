@@ -89,7 +89,7 @@ CASES = {
     ),
     "vllm": Case(
         engine="vllm",
-        num_groups=96,
+        num_groups=384,
         overrides=("generation.max_tokens=64", "generation.max_num_seqs=64", "generation.num_threads=1"),
         num_heads=3,
     ),
@@ -212,6 +212,9 @@ async def _through_the_pipeline(overrides: Sequence[str], num_groups: int, updat
         tokens = await _complete(streams, config, groups)
         seconds = time.perf_counter() - started
         updating.cancel()
+        await asyncio.wait([updating])
+        if not updating.cancelled():
+            updating.result()  # what it failed with
         after = await _generator_metrics(fleet)
         return _piped(tokens, seconds, {name: after[name] - before[name] for name in after})
     finally:

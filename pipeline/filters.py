@@ -12,6 +12,10 @@ import numpy as np
 
 from pipeline.messages import ScoredGroup
 
+ONLY_TOKENS = (
+    "the functions judged tokens, and none gave a number for a completion: add one that does, if only 0.0 for all"
+)
+
 
 def rewards_of(group: ScoredGroup) -> tuple[float | None, ...]:
     """Reward of every completion; None where no function applied or the value is not finite."""
@@ -28,7 +32,10 @@ def is_unscored(group: ScoredGroup) -> bool:
 def reward_problem(group: ScoredGroup) -> str:
     """What went wrong in a reward function, of the first completion of which there is something to say; else empty."""
     problems = (f"{part.name}: {part.problem}" for score in group.scores for part in score.parts if part.problem)
-    return next(problems, "")
+    if problem := next(problems, ""):
+        return problem
+    only_tokens = is_unscored(group) and any(score.token_rewards is not None for score in group.scores)
+    return ONLY_TOKENS if only_tokens else ""
 
 
 def is_zero_variance(group: ScoredGroup) -> bool:

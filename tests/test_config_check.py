@@ -13,7 +13,7 @@ from pipeline.cli import run
 from pipeline.config import Config
 from pipeline.errors import ConfigError
 from pipeline.settings.files import load_config
-from tests.tiny import make_tiny_model
+from tests.tiny import VOCABULARY, make_tiny_model, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +97,21 @@ def test_rewards_are_called_where_that_is_asked_for(settings: list[str]) -> None
     report = check(load(settings, own, "generation.group_size=3"), calls_rewards=True)
     assert "num_letters gave 7, 7, 7 to made-up completions" in facts(report, "rewards")
     assert "exact_match gave 0, 0, 0" in facts(report, "rewards")
+
+
+def test_rewards_that_never_give_a_number_are_named(settings: list[str], tmp_path: Path) -> None:
+    own = "scoring.rewards=[{function='tests.rewards.samples:judges_tokens'}]"
+    rows = rows_in(tmp_path, {"prompt": "ab", "answer": "ba", "what": "steps"})
+    with pytest.raises(ConfigError, match="none gave a number for a completion"):
+        check(load(settings, own, rows), calls_rewards=True)
+
+
+def test_a_tokenizer_that_knows_more_than_the_model_is_named(settings: list[str], tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    make_tokenizer(model, VOCABULARY + "ABC")
+    found = complaint(load(settings, f"model.path='{model}'", rows_in(tmp_path, {"prompt": "aC", "answer": "ba"})))
+    assert "its tokenizer makes token" in found
+    assert "embeddings for" in found
 
 
 @pytest.mark.parametrize(

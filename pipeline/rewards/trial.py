@@ -14,6 +14,7 @@ import numpy as np
 
 from pipeline.config import ScoringSettings
 from pipeline.errors import RewardLoadError
+from pipeline.filters import ONLY_TOKENS
 from pipeline.messages import (
     Completion,
     FinishReason,
@@ -41,6 +42,8 @@ def call_rewards(settings: ScoringSettings, row: TrialRow, *, group_size: int) -
     problems = [_complaint(parts, row) for parts in by_reward if any(map(_has_failed, parts))]
     if problems:
         raise RewardLoadError("\n".join(problems))
+    if all(part.token_values is not None for parts in by_reward for part in parts):
+        raise RewardLoadError(f"scoring.rewards: {ONLY_TOKENS}")
     return [f"{parts[0].name} gave {', '.join(map(_shown, parts))} to made-up completions" for parts in by_reward]
 
 

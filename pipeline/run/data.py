@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from pipeline.config import Config
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, ModelError
 from pipeline.messages import Prompt, PromptGroup, SamplingParams
 from pipeline.prompts import Dataset, Encode, PromptOrder, PromptSource, Row, chat_encoder, evaluation_groups
 
@@ -118,7 +118,24 @@ def _tokenizer(config: Config) -> tuple[Encode, int]:
 
     tokenizer = cast("ChatTokenizer", load_tokenizer(config.model))
     encode = chat_encoder(tokenizer, config.data.system_prompt, config.model.chat_template)
-    return encode, context_length(config.model, load_config(config.model))
+    model = load_config(config.model)
+    encode = _embedded(encode, config.model.path, model.get_text_config(decoder=True).vocab_size)
+    return encode, context_length(config.model, model)
+
+
+def _embedded(encode: Encode, path: str, num_embeddings: int) -> Encode:
+    """The same, for tokens that the model knows; what lies beyond would be read from elsewhere in its memory."""
+
+    def checked(prompt: Prompt) -> list[int]:
+        token_ids = encode(prompt)
+        if (highest := max(token_ids, default=0)) >= num_embeddings:
+            raise ModelError(
+                f"model.path = {path!r}: its tokenizer makes token {highest} of a prompt, and the model has embeddings "
+                f"for {num_embeddings}; take the tokenizer that it was trained with, or enlarge its embeddings"
+            )
+        return token_ids
+
+    return checked
 
 
 def _encode_bytes(prompt: Prompt) -> list[int]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
-from pipeline.filters import is_nonfinite, is_unscored, is_zero_variance, rewards_of
+from pipeline.filters import is_nonfinite, is_unscored, is_zero_variance, reward_problem, rewards_of
 from pipeline.messages import ScoredGroup
 from tests.learning.builders import Row, make_group
 
@@ -46,3 +49,10 @@ def test_group_is_nonfinite_only_when_no_written_token_has_a_finite_logprob() ->
 
     assert is_nonfinite(make_group([bad, outside]))
     assert not is_nonfinite(make_group([bad, good]))
+
+
+def test_a_group_of_which_only_tokens_were_judged_says_so() -> None:
+    group = scored(None, None)
+    judged = replace(group.scores[0], token_rewards=np.array([0.5], dtype=np.float32))
+    assert "judged tokens" in reward_problem(replace(group, scores=(judged, group.scores[1])))
+    assert reward_problem(group) == ""
