@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from pipeline.cli import run
 from pipeline.config import WeightSettings
+from pipeline.errors import ConfigError
 from pipeline.weights.security import Signer, load_keys
 
 
@@ -48,3 +51,23 @@ def test_a_file_that_cannot_be_used_is_named(name: str, tmp_path: Path, capsys: 
     assert run(["keys", "show", str(tmp_path / name)]) == 2
     assert run(["keys", "new", str(tmp_path / name)]) == 2
     assert capsys.readouterr().err.count(name) >= 2
+
+
+@pytest.mark.parametrize("words", [[], ["--shared"]])
+def test_a_key_that_cannot_be_written_leaves_no_file(tmp_path: Path, words: list[str]) -> None:
+    file = tmp_path / "weights.key"
+    command = [sys.executable, "-m", "pipeline.cli", "keys", "new", str(file), *words]
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -f 0; exec "$@"', "bash", *command], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert f"{file} cannot be written: File too large" in done.stderr
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("endless", ["/dev/zero", "/dev/full"])
+def test_no_more_is_read_than_a_key_has(endless: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["keys", "show", endless]) == 2
+    assert f"{endless} is no file of a key" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"weights\.shared_key_file.*is no file of a key"):
+        Signer.load(endless)

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import zmq
 
 from pipeline.checks.config import MAX_ROWS, Report, check, check_quickly
 from pipeline.cli import run
@@ -14,6 +15,8 @@ from pipeline.config import Config
 from pipeline.errors import ConfigError
 from pipeline.settings.files import load_config
 from tests.tiny import VOCABULARY, make_tiny_model, make_tokenizer
+
+KEY = "a" * 40  # a public key, of a secret that nobody knows
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +250,10 @@ def test_a_directory_for_weights_that_is_not_here_may_be_elsewhere(settings: lis
         ("generation.replay_routing=true", "'llama' has no router"),
         ("weights.server_secret_key_file='nowhere.key'", "weights.server_secret_key_file"),
         ("weights.server_public_key=abc", "weights.server_public_key"),
+        (f"weights.server_public_key={'#' * 40}", "weights.server_public_key"),
+        ("weights.allowed_keys=['']", "weights.allowed_keys = ''"),
+        (f"weights.allowed_keys=['{'#' * 40}']", "weights.allowed_keys"),
+        (f"weights.allowed_keys=['{KEY}']", "without weights.server_secret_key_file nobody is asked"),
         ("weights.store=ftp://host/folder", "weights.store = 'ftp://host/folder': no store is known"),
         ("weights.store=gs://bucket/folder", "needs gcsfs: pip install gcsfs"),
         ("generation.engine=vllm generation.vllm={dtype='half'}", "generation.vllm.dtype = 'half' is decided by"),
@@ -260,6 +267,20 @@ def test_a_directory_for_weights_that_is_not_here_may_be_elsewhere(settings: lis
 )
 def test_what_is_missing_is_named_with_its_setting(override: str, said: str, settings: list[str]) -> None:
     assert said in complaint(load(settings, *override.split()))
+
+
+def test_a_public_key_of_another_secret_is_refused_and_one_without_its_secret_is_for_generators(
+    settings: list[str], tmp_path: Path
+) -> None:
+    public, secret = zmq.curve_keypair()
+    (tmp_path / "weights.key").write_bytes(secret)
+    named = f"weights.server_secret_key_file='{tmp_path}/weights.key'"
+    assert not check(load(settings, named, f"weights.server_public_key='{public.decode()}'")).warnings
+    assert "is not the public key of weights.server_secret_key_file" in complaint(
+        load(settings, named, f"weights.server_public_key='{KEY}'")
+    )
+    (warning,) = check(load(settings, f"weights.server_public_key='{KEY}'")).warnings
+    assert "is for generators alone" in warning
 
 
 def test_a_model_without_weights_is_found(settings: list[str], model_dir: Path, tmp_path: Path) -> None:

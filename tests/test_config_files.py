@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config import Config
+from pipeline.config.base import LONGEST_S
 from pipeline.errors import ConfigError
 from pipeline.settings.files import fingerprint, load_config, masked, render_reference, schema, show
 from pipeline.settings.reference import settings, to_toml
@@ -162,6 +164,8 @@ def test_an_unknown_setting_names_variable_or_flag(tmp_path: Path) -> None:
         ("redis = 3", "should be a table"),
         ("lora.target_modules = 'all'", "should be a list"),
         ("trainer.learning_rate = inf", "finite"),
+        ("weights.poll_s = 1e300", "less than or equal to 604800"),
+        ("weights.store_grace_s = 1e12", "less than or equal to 604800"),
         ("[[scoring.rewards]]\nweight = 2", "scoring.rewards[0].function is missing"),
     ],
 )
@@ -170,6 +174,18 @@ def test_a_wrong_value_names_setting_value_source_and_way_out(toml: str, said: s
     assert said in text
     assert str(tmp_path / "run.toml") in text
     assert "default" in text or "table" in text
+
+
+def test_every_setting_of_seconds_has_a_bound_that_a_timer_takes() -> None:
+    sections = schema()["$defs"].values()
+    seconds = {
+        name: setting
+        for section in sections
+        for name, setting in section["properties"].items()
+        if name.endswith("_s") and not name.endswith("_per_s")
+    }
+    assert {"poll_s", "lease_s", "scripted_step_s"} <= seconds.keys()
+    assert {name for name, setting in seconds.items() if setting.get("maximum", math.inf) > LONGEST_S} == set()
 
 
 def test_all_problems_are_said_at_once_one_a_line(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from pipeline.config import Config
 from pipeline.errors import WeightError
 from pipeline.evaluation import EvaluationReport, Evaluator
 from pipeline.feeder import Feeder
-from pipeline.instruments import observe_each
 from pipeline.learner import Learner, load_learner
 from pipeline.pace import WAITS_FOR_GROUPS
 from pipeline.run.data import RunData, load_run_data
@@ -29,6 +28,7 @@ from pipeline.run.progress import Progress
 from pipeline.run.recovery import Recovery, TrainerState
 from pipeline.run.resumption import checkpoint_to_go_on_from
 from pipeline.run.time_sheet import Doing, TimeSheet
+from pipeline.weights.account import Account
 from pipeline.weights.channel import create_publisher
 from pipeline.worker.lifecycle import WorkerContext, run_worker
 from pipeline.worker.turns import DeviceTurn
@@ -52,7 +52,7 @@ class Trainer:
         self._publisher = create_publisher(
             config.weights, num_bytes=learner.num_weight_bytes, run=f"{config.run.name}.{context.run_id}"
         )
-        self._counted = self._publisher.stats
+        self._account = Account(self._publisher, context.metrics)
         self._progress = Progress(context, config)
         self._time = TimeSheet(context.metrics)
         self._evaluator = Evaluator(context.streams)
@@ -206,26 +206,8 @@ class Trainer:
             await asyncio.to_thread(self._publisher.publish, state)
         self._context.metrics.weight_publish_seconds.observe(time.monotonic() - started)
         self._context.metrics.weight_version.set(version)
-        self._count_transfers()
+        self._account.update()
         self._context.set_status(weight_version=version)
-
-    def _count_transfers(self) -> None:
-        """What the publisher has done since it was last asked; a version that was just published is sent later."""
-        stats, before, metrics = self._publisher.stats, self._counted, self._context.metrics
-        observe_each(
-            metrics.weight_encode_seconds, stats.num_versions - before.num_versions, stats.encode_s - before.encode_s
-        )
-        observe_each(
-            metrics.weight_send_seconds,
-            stats.server.num_transfers - before.server.num_transfers,
-            stats.server.transfer_s - before.server.transfer_s,
-        )
-        metrics.weight_bytes_total.inc(stats.server.num_bytes - before.server.num_bytes)
-        metrics.weight_store_failures_total.inc(stats.num_failures - before.num_failures)
-        for reason, count in stats.server.unwelcome.items():
-            metrics.weight_unwelcome_total.labels(reason=reason).inc(count - before.server.unwelcome[reason])
-        metrics.weight_receivers.set(stats.num_receivers)
-        self._counted = stats
 
     async def _feed(self) -> None:
         run_id = self._context.run_id
@@ -245,7 +227,7 @@ class Trainer:
     async def _watch_publisher(self) -> None:
         """Nobody would get weights, and perhaps nobody could generate what the next step waits for."""
         while self._publisher.is_serving:
-            self._count_transfers()
+            self._account.update()
             self._time.tick()
             await asyncio.sleep(self._config.worker.heartbeat_s)
         raise WeightError("nothing serves this trainer's weights any more; what was printed above says why")

@@ -106,15 +106,17 @@ def _unread(report: Report) -> None:
 
 
 def _keys(report: Report) -> None:
-    from pipeline.weights.security import Signer, check_public_key, load_keys
+    from pipeline.weights.security import Signer, publisher_keys, receiver_keys
 
     weights = report.config.weights
-    for name in ("server_secret_key_file", "client_secret_key_file"):
-        load_keys(name, getattr(weights, name))
+    publisher_keys(weights)
+    receiver_keys(weights)
     Signer.load(weights.shared_key_file)
-    check_public_key(weights.server_public_key)
-    for key in weights.allowed_keys:
-        check_public_key(key, "allowed_keys")
+    if weights.server_public_key and not (weights.server_secret_key_file or weights.store):
+        report.warnings.append(
+            "weights.server_public_key without weights.server_secret_key_file is for generators alone: a trainer "
+            "with these settings ends"
+        )
 
 
 def _store(report: Report) -> None:

@@ -55,8 +55,13 @@ def show_key(file: Path) -> int:
 
 def _write(file: Path, secret: str) -> None:
     try:
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _OWNER_ONLY), "w") as target:
-            target.write(secret + "\n")
+        target = os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _OWNER_ONLY), "w")
+        try:
+            with target:
+                target.write(secret + "\n")
+        except BaseException:
+            file.unlink(missing_ok=True)
+            raise
     except FileExistsError as error:
         raise UsageError(f"{file} exists already, and may be in use: choose another name, or remove it") from error
     except OSError as error:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.config.base import Count, Fraction, Natural, NonNegative, Positive, Section
+from pipeline.config.base import Count, Fraction, Natural, NonNegative, Pause, Positive, Section
 
 
 class StalenessSettings(Section):
@@ -52,7 +52,7 @@ class TrainerSettings(Section):
         description="Precision of forward and backward; master weights stay float32. auto: bfloat16 on GPU.",
     )
     num_threads: Natural = Field(0, description="CPU threads; 0 leaves it to torch, `up` divides the cores.")
-    scripted_step_s: NonNegative = Field(
+    scripted_step_s: Pause = Field(
         0.0,
         description="With generation.engine = scripted: seconds that a step of the scripted trainer takes.",
     )

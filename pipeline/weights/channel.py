@@ -72,6 +72,11 @@ def create_publisher(settings: WeightSettings, *, num_bytes: int, run: str) -> P
         )
     if settings.store:
         return StorePublisher(settings, run=run)
+    if settings.server_public_key and not settings.server_secret_key_file:
+        raise ConfigError(
+            f"weights.server_public_key = {settings.server_public_key!r} without weights.server_secret_key_file: "
+            "generators with it would take nothing from this trainer; name the file of the secret, or leave it out"
+        )
     is_worthwhile = settings.own_process == "always" or num_bytes >= _WORTH_A_PROCESS
     if is_worthwhile and settings.own_process != "never" and has_shared_memory():
         return PublisherProcess(settings)

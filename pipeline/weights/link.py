@@ -45,7 +45,7 @@ class Link:
     requests, ascending over all of them, so that no late answer is taken for another's. signer: writes
     and reads headers. keys: the subscriber's own, where it has some.
     announced: highest version that an announcement has named. num_ignored: messages that were
-    malformed or of another session.
+    malformed or of another session. is_foreign: whether one had no header that could be read.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Link:
         self.endpoints = endpoints
         self.announced = NOTHING
         self.num_ignored = 0
+        self.is_foreign = False
         self._numbers = numbers
         self._signer = signer
         public_key = settings.server_public_key or endpoints.public_key
@@ -127,6 +128,7 @@ class Link:
 
     def _accepted(self, frame: bytes) -> Header | None:
         header = self._signer.read(frame)
+        self.is_foreign |= header is None
         if header is None or self.endpoints.session not in {"", header.session.hex()}:
             return None
         return header

@@ -23,7 +23,7 @@ from pipeline.weights.codec import Encoder, WeightObject
 from pipeline.weights.manifest import Manifest, TensorEntry
 from pipeline.weights.patches import PatchSet
 from pipeline.weights.protocol import MAX_IN_FLIGHT
-from pipeline.weights.security import Doorkeeper, Signer, check_public_key, load_keys
+from pipeline.weights.security import Doorkeeper, Signer, publisher_keys
 from pipeline.weights.server import ANNOUNCE, LOOK_AGAIN, ServerStats, TileServer
 from pipeline.weights.shelf import Shelf
 from pipeline.weights.state import Endpoints, WeightKind, WeightState
@@ -60,15 +60,8 @@ class WeightPublisher:
 
     def __init__(self, settings: WeightSettings, *, keep: int = 2) -> None:
         session = uuid.uuid4()
-        self._keys = load_keys("server_secret_key_file", settings.server_secret_key_file)
+        self._keys = publisher_keys(settings)
         self._signer = Signer.load(settings.shared_key_file)
-        for key in settings.allowed_keys:
-            check_public_key(key, "allowed_keys")
-        if settings.allowed_keys and self._keys is None:
-            raise ConfigError(
-                "weights.allowed_keys names CURVE keys, and without weights.server_secret_key_file nobody is asked "
-                "for one: set it, or leave the list empty"
-            )
         self._settings = settings
         self._session = session
         self._shelf = Shelf(keep=keep)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import struct
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,14 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
+from pipeline.config import WeightSettings
 from pipeline.errors import ConfigError
 from pipeline.weights.protocol import HEADER_BYTES, Header
 
 _KEY_CHARACTERS = 40  # 32 bytes in Z85
 _SHARED_KEY_BYTES = 32
 _SIGNATURE_BYTES = 32
+_MAX_FILE_BYTES = 16 * 1024  # of a key, comments included
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +73,12 @@ def read_keys(path: str, what: str) -> KeyPair:
 
 def _text_of(setting: str, path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        with Path(path).open("rb") as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
+        if len(content) > _MAX_FILE_BYTES:
+            raise ConfigError(f"{setting} is no file of a key: it has more than {_MAX_FILE_BYTES // 1024} KiB")
+        return content.decode("utf-8-sig")
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{setting} cannot be read: {error}") from error
 
 
@@ -94,15 +101,61 @@ def use_public_key(socket: zmq.Socket[Any], public_key: str, own: KeyPair | None
 
 
 def check_public_key(public_key: str, setting: str = "server_public_key") -> None:
-    """Raises ConfigError unless `public_key` is empty or a key in Z85."""
+    """Raises ConfigError unless `public_key` is a key in Z85."""
     try:
-        is_key = not public_key or len(z85.decode(public_key.encode("ascii"))) == 32
-    except (ValueError, KeyError, UnicodeEncodeError):
+        is_key = len(z85.decode(public_key.encode("ascii"))) == 32
+    except (ValueError, KeyError, struct.error):
         is_key = False
     if not is_key:
         raise ConfigError(
             f"weights.{setting} = {public_key!r} is not a CURVE public key: {_KEY_CHARACTERS} characters in Z85"
         )
+
+
+def publisher_keys(settings: WeightSettings) -> KeyPair | None:
+    """The publisher's own keys; None without. Raises ConfigError where these and what else it knows do not fit."""
+    keys = load_keys("server_secret_key_file", settings.server_secret_key_file)
+    for key in settings.allowed_keys:
+        check_public_key(key, "allowed_keys")
+    if settings.allowed_keys and keys is None:
+        raise ConfigError(
+            "weights.allowed_keys names CURVE keys, and without weights.server_secret_key_file nobody is asked "
+            "for one: set it, or leave the list empty"
+        )
+    if not settings.server_public_key:
+        return keys
+    check_public_key(settings.server_public_key)
+    if keys is not None and keys.public != settings.server_public_key:
+        raise ConfigError(
+            f"weights.server_public_key = {settings.server_public_key!r} is not the public key of "
+            f"weights.server_secret_key_file = {settings.server_secret_key_file!r}, which is {keys.public!r}: "
+            "generators with it would get nothing"
+        )
+    return keys
+
+
+def receiver_keys(settings: WeightSettings) -> KeyPair | None:
+    """A receiver's own keys; None without. Raises ConfigError, also for a public key that is none."""
+    if settings.server_public_key:
+        check_public_key(settings.server_public_key)
+    return load_keys("client_secret_key_file", settings.client_secret_key_file)
+
+
+def doubt(settings: WeightSettings, public_key: str, *, is_foreign: bool) -> str:
+    """Which keys may be why a receiver gets no answer; empty where none are known of on either side.
+
+    public_key: that the publisher has said is its own. is_foreign: messages came that could not be read.
+    """
+    ours = settings.server_public_key
+    if ours and ours != public_key:
+        said = f"the publisher says that its key is {public_key!r}" if public_key else "the publisher has no key"
+        return f"weights.server_public_key = {ours!r}, and {said}"
+    reasons = []
+    if public_key:
+        reasons.append("the publisher has weights.allowed_keys, without that of weights.client_secret_key_file here")
+    if settings.shared_key_file or is_foreign:
+        reasons.append("weights.shared_key_file is not the same on both sides")
+    return "; ".join(reasons)
 
 
 class Doorkeeper:

@@ -33,7 +33,7 @@ from pipeline.weights.patches import decode_table
 from pipeline.weights.protocol import NO_ROOT, NOTHING, WANTS_PATCHES, Kind
 from pipeline.weights.reception import Reception
 from pipeline.weights.relay import Relay
-from pipeline.weights.security import Signer, check_public_key, load_keys
+from pipeline.weights.security import Signer, doubt, receiver_keys
 from pipeline.weights.subscriber_stats import Phase, SubscriberStats
 from pipeline.weights.transfer import Content, PatchTransfer, SnapshotTransfer, Transfer
 
@@ -65,8 +65,7 @@ class WeightSubscriber(Reception):
         relay: Relay | None = None,
     ) -> None:
         super().__init__(settings, make_pool)
-        check_public_key(settings.server_public_key)
-        self._keys = load_keys("client_secret_key_file", settings.client_secret_key_file)
+        self._keys = receiver_keys(settings)
         self._signer = Signer.load(settings.shared_key_file)
         self._resolve = resolve
         self._context = zmq.asyncio.Context()
@@ -85,7 +84,7 @@ class WeightSubscriber(Reception):
                 link = await self._connected()
                 transfer = await unless_moved(self._received(link, floor), link.endpoints, self._resolve)
             except _SilenceError:
-                self._give_up()
+                await self._give_up(link)
             except MovedError:
                 log.debug("weight_publisher_moved", waiting_for=str(self._stats.phase))
                 self._stats.num_moves += 1
@@ -147,10 +146,15 @@ class WeightSubscriber(Reception):
                 break
         raise _SilenceError
 
-    def _give_up(self) -> None:
+    async def _give_up(self, link: Link) -> None:
         """Connect anew, perhaps elsewhere; wait longer then, since the line may just be slow."""
+        await link.note_announcements()
+        may_be = doubt(self._settings, link.endpoints.public_key, is_foreign=link.is_foreign)
         log.warning(
-            "weight_publisher_silent", waiting_for=str(self._stats.phase), num_unsigned=self._signer.num_unsigned
+            "weight_publisher_silent",
+            waiting_for=str(self._stats.phase),
+            num_unsigned=self._signer.num_unsigned,
+            **({"may_be": may_be} if may_be else {}),
         )
         self._stats.num_silences += 1
         self._patience = min(2 * self._patience, _MAX_PATIENCE)

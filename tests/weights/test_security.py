@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 import pytest
 import zmq
 import zmq.auth
+from structlog.testing import capture_logs
 
 from pipeline.config import WeightSettings
 from pipeline.errors import ConfigError
+from pipeline.metrics import Metrics
 from pipeline.weights import WeightPublisher, WeightSubscriber
+from pipeline.weights.account import Account
+from pipeline.weights.channel import create_publisher
 from pipeline.weights.relay import Relay
 from pipeline.weights.security import load_keys
-from tests.weights.states import FAST, at, make_state, next_within, same
+from tests.weights.states import FAST, at, make_state, next_within, same, until
 
 
 @pytest.fixture
@@ -93,6 +99,66 @@ def test_a_list_of_keys_without_encryption_is_refused() -> None:
         WeightPublisher(with_settings(allowed_keys=["x" * 40]))
 
 
+@pytest.mark.parametrize("key", ["", "#" * 40])
+def test_a_list_with_what_is_no_key_is_refused(keys: tuple[str, str], key: str) -> None:
+    with pytest.raises(ConfigError, match=r"weights\.allowed_keys = '"):
+        WeightPublisher(with_settings(server_secret_key_file=keys[0], allowed_keys=[keys[1], key]))
+
+
+def test_a_public_key_that_is_not_the_publishers_is_refused(keys: tuple[str, str]) -> None:
+    path, public = keys
+    WeightPublisher(with_settings(server_secret_key_file=path, server_public_key=public)).close()
+    other = zmq.curve_keypair()[0].decode()
+    with pytest.raises(ConfigError, match=r"weights\.server_public_key.*weights\.server_secret_key_file"):
+        WeightPublisher(with_settings(server_secret_key_file=path, server_public_key=other))
+    with pytest.raises(ConfigError, match=r"without weights\.server_secret_key_file"):
+        create_publisher(with_settings(server_public_key=public), num_bytes=1, run="r")
+
+
+async def silence(subscriber: WeightSubscriber) -> dict[str, Any]:
+    """What a subscriber says when it gives a connection up."""
+    with capture_logs() as logs:
+        waiting = asyncio.create_task(subscriber.next(None))
+        await until(lambda: any(entry["event"] == "weight_publisher_silent" for entry in logs))
+        waiting.cancel()
+        await asyncio.wait([waiting])
+    return next(entry for entry in logs if entry["event"] == "weight_publisher_silent")
+
+
+async def test_both_sides_name_the_settings_of_keys_that_do_not_fit(keys: tuple[str, str], tmp_path: Path) -> None:
+    path, _ = keys
+    known, _ = new_secret_key(tmp_path / "known.key")
+    shared = new_shared_key(tmp_path / "shared")
+    other = zmq.curve_keypair()[0].decode()
+    cases: list[tuple[dict[str, object], dict[str, object], str, str]] = [
+        ({"server_secret_key_file": path}, {"server_public_key": other}, "weights.server_public_key = ", "handshake"),
+        ({"server_secret_key_file": path, "allowed_keys": [known]}, {}, "weights.client_secret_key_file", "handshake"),
+        ({"shared_key_file": shared}, {}, "weights.shared_key_file", "unsigned"),
+        ({}, {"shared_key_file": shared}, "weights.shared_key_file", "malformed"),
+    ]
+    for theirs, ours, doubted, reason in cases:
+        with WeightPublisher(with_settings(**theirs)) as publisher:
+            account = Account(publisher, Metrics("r", "trainer", "w"))
+            endpoints = publisher.start()
+            publisher.publish(make_state(1))
+            async with WeightSubscriber(with_settings(**ours), resolve=at(endpoints)) as subscriber:
+                assert doubted in (await silence(subscriber))["may_be"]
+            with capture_logs() as logs:
+                account.update()
+                account.update()
+            (warning,) = logs
+            assert (warning["event"], warning["reason"]) == ("weights_not_given", reason)
+            assert warning["num"] == publisher.stats.server.unwelcome[reason] >= 1
+            assert doubted.split()[0] in warning["may_be"]
+
+
+async def test_a_publisher_that_is_silent_for_another_reason_brings_no_key_into_doubt() -> None:
+    with WeightPublisher(FAST) as publisher:
+        endpoints = publisher.start()
+    async with WeightSubscriber(FAST, resolve=at(endpoints)) as subscriber:
+        assert "may_be" not in await silence(subscriber)
+
+
 async def test_with_a_shared_key_only_its_holders_speak_to_each_other(tmp_path: Path) -> None:
     signed, other = (with_settings(shared_key_file=new_shared_key(tmp_path / name)) for name in ("ours", "theirs"))
     with WeightPublisher(signed) as publisher:
@@ -145,7 +211,7 @@ def test_key_files_of_zeromq_itself_are_read(tmp_path: Path) -> None:
     assert loaded.secret.decode() not in repr(loaded)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"short", b"\xff" * 40, b"\x7f" * 40])
+@pytest.mark.parametrize("content", [None, b"", b"short", b"\xff" * 40, b"\x7f" * 40, b"#" * 40, b"\0" * 20_000])
 def test_a_file_that_holds_no_key_is_named(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "weights.key"
     if content is not None:
@@ -154,7 +220,7 @@ def test_a_file_that_holds_no_key_is_named(tmp_path: Path, content: bytes | None
         WeightPublisher(with_settings(server_secret_key_file=str(path)))
 
 
-@pytest.mark.parametrize("key", ["short", "é" * 40, "\x7f" * 40])
+@pytest.mark.parametrize("key", ["short", "é" * 40, "\x7f" * 40, "#" * 40])
 def test_a_public_key_that_is_none_is_named(key: str) -> None:
     with pytest.raises(ConfigError, match=r"weights\.server_public_key"):
         WeightSubscriber(with_settings(server_public_key=key), resolve=at(None))
