@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 
 import pytest
 from redis.asyncio import Redis
@@ -156,6 +157,39 @@ async def test_who_left_a_run_that_is_over_or_paused_is_not_replaced(redis: Redi
     await watched(asyncio.Event())
     assert said[0] == "autoscale: 0 -> 1 generators: the bounds are 1 and 4"
     assert await scaling.ask({SCORER: 1}) == {SCORER: 1}
+
+
+async def hurried(redis: Redis, keys: Keys, answers: Iterable[dict[str, int]]) -> list[str]:
+    """What an autoscaler without patience says until there are no more answers of how many workers there are."""
+    await Streams(redis, keys, QueueSettings(), consumer="test").open()
+    await Scaling(redis, keys).keep("up", {GENERATOR: (0, 0), SCORER: (0, 0)}, ttl_s=60)
+    config = load_config([], environ={}, overrides=["autoscale.window_s=1e-6", "autoscale.cool_down_s=1e-6"])
+    is_over, said, left = asyncio.Event(), list[str](), iter(answers)
+
+    def numbers() -> dict[str, int]:
+        if (answer := next(left, None)) is None:
+            is_over.set()
+        return answer or {}
+
+    watching = asyncio.create_task(Autoscaler(config, numbers, said.append).run(redis, keys, Scaling(redis, keys)))
+    async with asyncio.timeout(30):
+        await is_over.wait()
+    watching.cancel()
+    await asyncio.wait([watching])
+    return said
+
+
+async def test_a_number_that_has_yet_to_be_carried_out_is_said_once(redis: Redis, keys: Keys) -> None:
+    said = await hurried(redis, keys, itertools.repeat({GENERATOR: 0, SCORER: 0}, 60))
+    assert [line.partition("s: the")[0] for line in said] == [
+        "autoscale: 0 -> 1 generator",
+        "autoscale: 0 -> 1 scorer",
+    ]
+
+
+async def test_an_up_that_begins_to_end_while_the_autoscaler_looks_is_left_alone(redis: Redis, keys: Keys) -> None:
+    answers = itertools.chain([{GENERATOR: 0, SCORER: 0}], itertools.repeat(dict[str, int](), 20))
+    assert await hurried(redis, keys, answers) == []
 
 
 @pytest.mark.parametrize(

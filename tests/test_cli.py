@@ -254,6 +254,9 @@ def test_checkpoints_are_listed_held_against_their_hashes_and_taken_out(ask, tmp
     again = ask("checkpoints", "export", "3", "policy")
     assert (again.code, "choose another" in again.err) == (2, True)
     assert ask("checkpoints", "export", "4", "elsewhere").code == 2
+    for place in ("/dev/null/x", "policy/scripted.json/x", "x" * 300):
+        refused = ask("checkpoints", "export", "latest", place)
+        assert (refused.code, f"error: {place} cannot be written: " in refused.err) == (2, True)
     (there.find("3").model_dir / "scripted.json").write_text('{"num_steps": 1}\n')
     spoilt = ask("checkpoints", "verify", "all")
     assert (spoilt.code, "step 3: " in spoilt.err, "step 6: 3 files" in spoilt.out) == (1, True, True)

@@ -199,6 +199,8 @@ def test_broken_toml_names_file_and_line(tmp_path: Path) -> None:
     text = complaint(toml="[run]\nname = 'a'\nseed = \n", tmp_path=tmp_path)
     assert str(tmp_path / "run.toml") in text
     assert "line 3" in text
+    for value in ("9" * 5000, "[" * 5000):
+        assert "not valid TOML" in complaint(toml=f"run.seed = {value}\n", tmp_path=tmp_path)
 
 
 def test_a_byte_order_mark_is_no_setting_and_another_encoding_is_named(tmp_path: Path) -> None:

@@ -10,7 +10,16 @@ from structlog.testing import capture_logs
 
 from pipeline.messages import Json
 from pipeline.records.curve import how_sampled
-from pipeline.records.recorder import Recorder, find_sample, plot_curve, read_metrics, tail_samples
+from pipeline.records.recorder import (
+    Recorder,
+    all_samples,
+    find_sample,
+    last_metrics,
+    plot_curve,
+    read_metrics,
+    tail_samples,
+)
+from pipeline.run.record import as_status, read_record
 from tests.groups import make_prompt, make_scored
 
 
@@ -66,6 +75,77 @@ def test_a_run_that_resumes_has_one_row_for_each_step_and_keeps_what_it_lost_els
     assert recorder(tmp_path).rewind(3) == 0
     assert recorder(tmp_path).rewind(0) == 5, "a run that begins anew measures its first weights again"
     assert read_metrics(tmp_path) == []
+
+
+ODD_LINES = [
+    b'{"step": NaN}',
+    b'{"step": 1e999}',
+    b'{"step": true, "reward_mean": 9}',
+    b'{"step": -3, "reward_mean": 9}',
+    b'{"step": "2", "reward_mean": 9}',
+    b'{"step": ' + b"9" * 400 + b"}",
+    b'{"step": ' + b"9" * 5000 + b"}",
+    b'{"reward_mean": 9}',
+    b'{"eval_weight_version": 1}',
+    b'{"step": ' + b"[" * 100_000,
+    b"[1, 2]",
+    b"\xff\xfe not text",
+    b'{"step": 2, "rew',
+]
+
+
+@pytest.mark.parametrize("odd", ODD_LINES, ids=lambda line: line[:40].decode(errors="replace"))
+def test_what_is_no_record_of_a_step_is_set_aside_as_it_is_and_ends_nothing(odd: bytes, tmp_path: Path) -> None:
+    records = recorder(tmp_path)
+    records.metrics(1, {"reward_mean": 0.1})
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(odd)
+    recorder(tmp_path).metrics(2, {"reward_mean": 0.2})
+    assert [step["reward_mean"] for step in read_metrics(tmp_path)] == [0.1, 0.2]
+    assert last_metrics(tmp_path, ["reward_mean"])["step"] == 2
+    whole = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
+    assert recorder(tmp_path).rewind(2) == 1
+    assert (tmp_path / "metrics_lost.jsonl").read_bytes() == odd + b"\n"
+    assert (tmp_path / "metrics.jsonl").read_bytes().splitlines() == [whole[0], whole[2]]
+    assert recorder(tmp_path).rewind(2) == 0
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"x"', "[]", "{}", "null", "true", "9" * 400])
+@pytest.mark.parametrize("name", ["weight_version", "eval_weight_version", "reward_mean", "time"])
+def test_a_record_with_an_odd_value_can_be_kept_moved_and_set_aside(name: str, value: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    records = recorder(run_dir)
+    for step in (1, 2, 3):
+        records.metrics(step, {"reward_mean": 0.1, "weight_version": step})
+        with (run_dir / "metrics.jsonl").open("a") as file:
+            file.write(f'{{"step": {step}, "eval_weight_version": 1, "{name}": {value}}}\n')
+    records.rewind(2)
+    assert [row["step"] for row in read_metrics(run_dir)] == [1, 2]
+    for row in read_metrics(run_dir):
+        json.dumps(row, allow_nan=False)
+    plot_curve(run_dir, run_dir / "curve.png")
+    record = read_record(run_dir)
+    assert record is not None
+    assert (record.step, as_status(record).step) == (2, 2)
+
+
+def test_samples_with_odd_numbers_among_them_are_read_all_the_same(tmp_path: Path) -> None:
+    records = recorder(tmp_path)
+    records.samples(1, [make_scored(make_prompt(0), [1.0, 0.0])])
+    with (tmp_path / "samples.jsonl").open("ab") as file:
+        file.write(b'{"group_id": "odd", "step": NaN}\n' + b"9" * 5000 + b"\n")
+    records.samples(2, [make_scored(make_prompt(1), [1.0, 0.0])])
+    assert [sample["step"] for sample in all_samples(tmp_path)] == [1, None, 2]
+    assert [sample["group_id"] for sample in tail_samples(tmp_path, 2)] == ["odd", "00000001"]
+
+
+def test_records_that_find_no_place_to_be_set_aside_do_not_keep_a_run_from_going_on(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 4}\n')
+    loop = tmp_path / "metrics_lost.jsonl"
+    loop.symlink_to(loop)
+    with capture_logs() as logs:
+        assert recorder(tmp_path).rewind(2) == 1
+    assert [entry["event"] for entry in logs] == ["record_not_written"]
 
 
 def test_a_line_cut_off_by_a_crash_spoils_neither_itself_nor_the_next(tmp_path: Path) -> None:

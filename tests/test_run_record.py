@@ -118,6 +118,15 @@ def test_a_run_that_left_no_record_still_asks_for_a_server(ask: Ask, monkeypatch
     assert ask("status").code == 2
 
 
+@pytest.mark.parametrize("stored", ['{"ledger": {"fed": "x"}}', '{"ledger": {"dropped": [1]}}', "[" * 100_000, "[1]"])
+def test_accounts_that_are_none_are_as_if_there_were_none(run_dir: Path, stored: str) -> None:
+    (run_dir / "run.json").write_text(stored)
+    (run_dir / "trainer.toml").write_text("[trainer]\nmax_steps = 'many'\n")
+    record = read_record(run_dir)
+    assert record is not None
+    assert (record.step, record.max_steps, record.ended, record.ledger) == (2, 0, None, None)
+
+
 def test_a_run_that_was_killed_has_a_record_without_accounts(run_dir: Path) -> None:
     record = read_record(run_dir)
     assert record is not None

@@ -108,11 +108,28 @@ async def test_a_worker_that_leaves_by_itself_lowers_the_number(crew: tuple[Watc
     assert set(supervisor.staying) == {"trainer", "generator-1", "generator-2"}
 
 
+async def test_an_up_that_ends_has_no_numbers_to_change(crew: tuple[Watch, Supervisor, Scaling]) -> None:
+    watch, supervisor, _ = crew
+    scaler = Scaler(supervisor, {GENERATOR: 1, SCORER: 0}, lambda *_: script("x", DRAINS), lambda _: None)
+    assert scaler.numbers == {GENERATOR: 1, SCORER: 0}
+    supervisor.stop()
+    assert scaler.numbers == {}
+    await watch.until(lambda: watch.codes("trainer") == [0])
+
+
 @pytest.mark.parametrize("words", ["generators", "generators=x", "trainers=2", "generators=-1", "generators=999", "=1"])
 def test_a_request_that_makes_no_sense_is_refused(ask: Ask, words: str) -> None:
     answer = ask("scale", words)
     assert answer.code == 2
     assert words in answer.err
+
+
+def test_a_number_of_more_digits_than_can_be_read_is_refused_in_one_short_line(ask: Ask) -> None:
+    answer = ask("scale", "generators=" + "9" * 5000)
+    assert answer.code == 2
+    assert answer.err.startswith("error: 'generators=999")
+    assert answer.err.endswith("...': at most 256 workers of one kind run on one machine\n")
+    assert len(answer.err) < 200
 
 
 def test_a_number_that_is_given_twice_is_refused(ask: Ask) -> None:

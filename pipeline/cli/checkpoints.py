@@ -67,13 +67,23 @@ def verify(sources: Sources, which: str) -> int:
 @takes_config
 def export(sources: Sources, which: str, target: Path) -> int:
     """Copy the policy of a checkpoint to a directory that other programs load."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"{target} is there already and is not an empty directory: choose another")
-    item = _find(_of(sources), which)
-    item.verify()
-    shutil.copytree(item.model_dir, target, dirs_exist_ok=True)
+    try:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise UsageError(f"{target} is there already and is not an empty directory: choose another")
+        item = _find(_of(sources), which)
+        item.verify()
+        shutil.copytree(item.model_dir, target, dirs_exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{target} cannot be written: {_reason(error)}; choose another place") from error
     click.echo(f"step {item.step}: {target}")
     return 0
+
+
+def _reason(error: OSError) -> str:
+    """shutil gathers what became of several files: (from, to, why)."""
+    if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list):
+        return "; ".join(str(why) for _, _, why in error.args[0][:1])
+    return error.strerror or str(error)
 
 
 def _of(sources: Sources) -> Checkpoints:

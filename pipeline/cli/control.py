@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pipeline.scaling import Scaling
 
 _MOST = 256
+_MAX_SHOWN = 80
 _PATIENCE_S, _LOOK_EVERY_S = 10.0, 0.1
 
 
@@ -119,11 +120,12 @@ def _read_numbers(words: tuple[str, ...]) -> dict[str, int]:
         name, _, number = word.partition("=")
         if name not in roles or not number.isascii() or not number.isdigit():
             raise UsageError(f"{word!r}: say {' or '.join(roles)} and a number, for example generators=3 scorers=2")
-        if int(number) > _MOST:
-            raise UsageError(f"{word!r}: at most {_MOST} workers of one kind run on one machine")
+        if len(number.lstrip("0")) > len(str(_MOST)) or int(number[-len(str(_MOST)) :]) > _MOST:
+            shown = word if len(word) <= _MAX_SHOWN else word[: _MAX_SHOWN - 3] + "..."
+            raise UsageError(f"{shown!r}: at most {_MOST} workers of one kind run on one machine")
         if roles[name] in found:
             raise UsageError(f"{word!r}: {name} is there twice")
-        found[roles[name]] = int(number)
+        found[roles[name]] = int(number[-len(str(_MOST)) :])
     return found
 
 

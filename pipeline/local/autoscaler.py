@@ -28,7 +28,10 @@ _SAMPLES = 10  # in a window
 
 
 class Autoscaler:
-    """For one `up`. numbers: how many workers it keeps, by role; empty while another `up` answers for the run."""
+    """For one `up`.
+
+    numbers: how many workers it keeps, by role; empty while another `up` answers for the run, or it ends.
+    """
 
     def __init__(self, config: Config, numbers: Callable[[], dict[str, int]], say: Callable[[str], None]) -> None:
         self._settings = config.autoscale
@@ -41,6 +44,7 @@ class Autoscaler:
         self._samples: deque[Sample] = deque()
         self._idle = IdleClock()
         self._seen: dict[str, int] = {}
+        self._asked: dict[str, int] = {}
         self._changed_at = time.monotonic() - self._settings.cool_down_s
 
     async def run(self, redis: Redis, keys: Keys, scaling: Scaling) -> None:
@@ -61,7 +65,7 @@ class Autoscaler:
             self._samples.clear()
             if self._seen:
                 self._changed_at = time.monotonic()
-            self._seen = numbers
+            self._seen, self._asked = numbers, {}
         if not numbers:
             return
         workers, depths = [worker for worker in await fleet.workers() if worker.is_alive], await accounts.depths()
@@ -82,7 +86,14 @@ class Autoscaler:
             self._samples.popleft()
         signals = signals_of(self._samples, numbers, self._slots, since_change_s=now - self._changed_at)
         for decision in decide(signals, self._settings):
-            self._say(f"autoscale: {numbers[decision.role]} -> {decision.number} {decision.role}s: {decision.reason}")
+            if self._numbers() != numbers:
+                return  # they have changed, or the `up` has begun to end, while the server was asked
+            # It may be decided once more before it has been carried out.
+            if self._asked.get(decision.role) != decision.number:
+                self._say(
+                    f"autoscale: {numbers[decision.role]} -> {decision.number} {decision.role}s: {decision.reason}"
+                )
+            self._asked[decision.role] = decision.number
             await scaling.ask({decision.role: decision.number})
 
 

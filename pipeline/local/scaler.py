@@ -45,8 +45,8 @@ class Scaler:
 
     @property
     def numbers(self) -> dict[str, int]:
-        """Workers of each role that are to be there; empty while another `up` answers."""
-        return dict(self._numbers) if self._answers else {}
+        """Workers of each role that are to be there; empty while another `up` answers, or once this one ends."""
+        return dict(self._numbers) if self._answers and not self._supervisor.is_stopping else {}
 
     async def run(self, scaling: Scaling) -> None:
         """Look for requests until cancelled; then let others answer."""

@@ -20,12 +20,12 @@ import structlog
 from pipeline.disk import write_whole
 from pipeline.json_values import plain_json
 from pipeline.messages import Completion, Json, Score, ScoredGroup
+from pipeline.records.lines import lines_backwards, lines_of, number_in, parsed, records_in, step_of, steps_in
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 DROPPED_FILE = "dropped.jsonl"
 LOST_FILE = "metrics_lost.jsonl"
-_BLOCK_BYTES = 1 << 16
 _log = structlog.get_logger()
 
 Values: TypeAlias = Mapping[str, SupportsFloat | str | Mapping[str, SupportsFloat] | None]
@@ -47,7 +47,7 @@ class Recorder:
 
     def metrics(self, step: int, values: Values) -> None:
         """One record of a step. Several records of one step are read as one."""
-        self._append(METRICS_FILE, [self._head(step) | {name: plain_json(value) for name, value in values.items()}])
+        self._append(METRICS_FILE, [{**self._head(step), **values}])
 
     def samples(self, step: int, groups: Sequence[ScoredGroup]) -> None:
         """One record for each group, with its completions and their rewards."""
@@ -60,16 +60,18 @@ class Recorder:
     def rewind(self, step: int) -> int:
         """The run goes on from `step`: what comes after it is done again. Returns how many records made way.
 
-        An evaluation that came later, of weights that go on, stays as one of `step`.
+        An evaluation that came later, of weights that go on, stays as one of `step`. What got in without
+        being a record of a step makes way, too.
         """
-        kept, lost = _divided(list(_records(_lines(self._run_dir / METRICS_FILE))), step)
-        if not lost:
-            return 0
-        self._append(LOST_FILE, lost)
+        path = self._run_dir / METRICS_FILE
         try:
-            write_whole(self._run_dir / METRICS_FILE, _text(kept))
+            kept, lost = _divided(lines_of(path), step)
+            if lost:
+                self._put(LOST_FILE, b"".join(lost), len(lost))
+                write_whole(path, b"".join(kept).decode("utf-8", errors="replace"))
         except OSError as error:
             self._log_once(METRICS_FILE, error)
+            return 0
         return len(lost)
 
     def close(self) -> None:
@@ -80,14 +82,16 @@ class Recorder:
     def _head(self, step: int) -> dict[str, Json]:
         return {"step": step, "time": round(self._clock(), 3), "role": self._role}
 
-    def _append(self, name: str, records: Sequence[Mapping[str, Json]]) -> None:
-        if not records:
-            return
+    def _append(self, name: str, records: Sequence[Mapping[str, object]]) -> None:
+        if records:
+            self._put(name, _text(records).encode("utf-8", errors="replace"), len(records))
+
+    def _put(self, name: str, data: bytes, num_records: int) -> None:
         try:
-            self._write(self._run_dir / name, _text(records).encode("utf-8", errors="replace"))
+            self._write(self._run_dir / name, data)
         except OSError as error:
             self._torn.add(name)
-            self.num_lost += len(records)
+            self.num_lost += num_records
             self._log_once(name, error)
 
     def _write(self, path: Path, data: bytes) -> None:
@@ -110,28 +114,32 @@ class Recorder:
         _log.error("record_not_written", file=str(self._run_dir / name), error=str(error), consequence="run goes on")
 
 
-def _text(records: Iterable[Mapping[str, Json]]) -> str:
-    return "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
+def _text(records: Iterable[Mapping[str, object]]) -> str:
+    return "".join(json.dumps(plain_json(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records)
 
 
-def _divided(records: Sequence[dict[str, Any]], step: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What belongs to a run that goes on from `step`, and what does not; one that begins anew keeps nothing."""
-    kept: list[dict[str, Any]] = []
-    lost: list[dict[str, Any]] = []
-    newest = max((record.get("weight_version", 0) for record in records if _step_of(record) <= step), default=0)
-    for record in records:
-        if step > 0 and _step_of(record) > step and record.get("eval_weight_version", math.inf) <= newest:
-            kept.append(record | {"step": step})
-        elif 0 < step >= _step_of(record):
-            kept.append(record)
+def _divided(lines: Iterable[bytes], step: int) -> tuple[list[bytes], list[bytes]]:
+    """What belongs to a run that goes on from `step`, and what does not; one that begins anew keeps nothing.
+
+    What is no record of a step does not. All stays as it was written, but evaluations that become one of `step`.
+    """
+    kept: list[bytes] = []
+    lost: list[bytes] = []
+    found = [(line.rstrip(b"\n") + b"\n", parsed(line) or {}) for line in lines if line.strip()]
+    newest = max((number_in(record, "weight_version", 0) for _, record in found if _belongs(record, step)), default=0)
+    for line, record in found:
+        if _belongs(record, step):
+            kept.append(line)
+        elif step > 0 and step_of(record) and number_in(record, "eval_weight_version", math.inf) <= newest:
+            kept.append(_text([record | {"step": step}]).encode("utf-8", errors="replace"))
         else:
-            lost.append(record)
+            lost.append(line)
     return kept, lost
 
 
-def _step_of(record: Mapping[str, Any]) -> float:
-    step = record.get("step")
-    return step if isinstance(step, int) else math.inf
+def _belongs(record: Mapping[str, Any], step: int) -> bool:
+    own = step_of(record)
+    return own is not None and 0 < step >= own
 
 
 def _ends_with_newline(path: Path) -> bool:
@@ -142,7 +150,7 @@ def _ends_with_newline(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def _sample(group: ScoredGroup) -> dict[str, Json]:
+def _sample(group: ScoredGroup) -> dict[str, object]:
     prompt = group.rollout.prompt
     completions: list[Json] = [
         _completion(completion, score)
@@ -153,8 +161,8 @@ def _sample(group: ScoredGroup) -> dict[str, Json]:
         "is_evaluation": prompt.is_evaluation,
         "dataset_index": prompt.dataset_index,
         "epoch": prompt.epoch,
-        "prompt": plain_json(prompt.prompt),
-        "columns": plain_json(prompt.columns),
+        "prompt": prompt.prompt,
+        "columns": prompt.columns,
         "completions": completions,
         "generator": group.rollout.generator,
         "scorer": group.scorer,
@@ -185,10 +193,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """
     by_step: dict[int, dict[str, Any]] = {}
     last_step = -1
-    for record in _records(_lines(run_dir / METRICS_FILE)):
-        step = record.get("step")
-        if not isinstance(step, int):
-            continue
+    for step, record in steps_in(lines_of(run_dir / METRICS_FILE)):
         if step < last_step:
             by_step = {known: values for known, values in by_step.items() if known < step}
         by_step[step] = by_step.get(step, {}) | record
@@ -199,7 +204,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 def last_metrics(run_dir: Path, names: Collection[str]) -> dict[str, Any]:
     """The newest record, and with it the newest value of each name, wherever that was recorded last."""
     found: dict[str, Any] = {}
-    for record in _records(_lines_backwards(run_dir / METRICS_FILE)):
+    for _, record in steps_in(lines_backwards(run_dir / METRICS_FILE)):
         found = record | found
         if all(name in found for name in names):
             break
@@ -208,13 +213,13 @@ def last_metrics(run_dir: Path, names: Collection[str]) -> dict[str, Any]:
 
 def all_samples(run_dir: Path) -> Iterator[dict[str, Any]]:
     """Every sample record, oldest first."""
-    return _records(_lines(run_dir / SAMPLES_FILE))
+    return records_in(lines_of(run_dir / SAMPLES_FILE))
 
 
 def tail_samples(run_dir: Path, n: int) -> list[dict[str, Any]]:
     """The last `n` sample records, oldest first; fewer, or none, if there are not that many."""
     newest: list[dict[str, Any]] = []
-    for record in _records(_lines_backwards(run_dir / SAMPLES_FILE)):
+    for record in records_in(lines_backwards(run_dir / SAMPLES_FILE)):
         if len(newest) >= n:
             break
         newest.append(record)
@@ -223,42 +228,8 @@ def tail_samples(run_dir: Path, n: int) -> list[dict[str, Any]]:
 
 def find_sample(run_dir: Path, group_id: str) -> dict[str, Any] | None:
     """The newest sample record of a group, or None."""
-    records = _records(_lines_backwards(run_dir / SAMPLES_FILE))
+    records = records_in(lines_backwards(run_dir / SAMPLES_FILE))
     return next((record for record in records if record.get("group_id") == group_id), None)
-
-
-def _records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Whole records only: the last line of a file that is being written may be half a one."""
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            yield record
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    if path.is_file():
-        with path.open("rb") as file:
-            yield from file
-
-
-def _lines_backwards(path: Path) -> Iterator[bytes]:
-    """Lines from the last to the first, without reading a long file as a whole."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        position = file.seek(0, os.SEEK_END)
-        rest = b""
-        while position > 0:
-            size = min(_BLOCK_BYTES, position)
-            position -= size
-            file.seek(position)
-            first, *complete = (file.read(size) + rest).split(b"\n")
-            yield from reversed(complete)
-            rest = first
-        yield rest
 
 
 def plot_curve(run_dir: Path, png: Path, *, temperature: float = 1.0, eval_temperature: float = 0.0) -> Path | None:

@@ -24,8 +24,10 @@ from pipeline.rewards.columns import MissingColumnError
 from pipeline.rewards.functions import (
     RewardFunction,
     load_function,
+    message_of,
     missing_argument,
     place_of,
+    said_by,
     traceback_of,
     try_on_row,
 )
@@ -112,9 +114,9 @@ def _answer(function: RewardFunction, frame: frames.Frame, runner: asyncio.Runne
         return {"values": _values(returned, [len(ids) for ids in arguments["completion_ids"]])}
     except (BadReturnError, MissingColumnError) as error:
         return {"error": str(error), "detail": "", "is_useless": True}
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever user code raises is an answer
+    except BaseException as error:  # noqa: BLE001 - whatever user code raises is an answer
         detail = traceback_of(error)[-_MAX_DETAIL_CHARS:]
-        return {"error": f"{type(error).__name__}: {error}{place_of(error)}", "detail": detail}
+        return {"error": f"{said_by(error)}{place_of(error)}", "detail": detail}
 
 
 async def _awaited(returned: Any) -> object:
@@ -195,7 +197,7 @@ def _value(item: object) -> object:
     try:
         number = float(convert(item))
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        return {"error": f"returned {type(item).__name__} for a completion: {error}"}
+        return {"error": f"returned {type(item).__name__} for a completion: {message_of(error)}"}
     if not math.isfinite(number) or abs(number) > _FLOAT32_MAX:
         return {"error": f"returned {number} for a completion; expected a finite number or None"}
     return number

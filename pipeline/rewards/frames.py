@@ -29,8 +29,8 @@ HEADER_BYTES = _HEADER.size
 
 
 def pack(frame: Frame) -> bytes:
-    """A frame with its length in front."""
-    body = cast(bytes, msgpack.packb(frame, use_bin_type=True))
+    """A frame with its length in front. Text that is no Unicode, as errors of users may hold, goes as escapes."""
+    body = cast(bytes, msgpack.packb(frame, use_bin_type=True, unicode_errors="backslashreplace"))
     return _HEADER.pack(len(body)) + body
 
 

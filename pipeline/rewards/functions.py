@@ -34,6 +34,7 @@ SHIPPED = {
 _SIGNATURE = "def reward(prompts, completions, **columns) -> list[float | None]"
 MACHINERY = frozenset({__file__, str(Path(__file__).with_name("child.py"))})
 _STDLIB = str(Path(traceback.__file__).parent)
+_MAX_MESSAGE_CHARS = 4000
 _PASSED_ALWAYS = ("prompts", "completions", "completion_ids")
 
 
@@ -110,13 +111,25 @@ def _run_user_code(action: Callable[[], object], function: str) -> object:
         raise
     except ModuleNotFoundError as error:
         raise RewardLoadError(
-            f"{function!r} cannot be imported: {error}. Install what it needs, or give the file as "
+            f"{function!r} cannot be imported: {message_of(error)}. Install what it needs, or give the file as "
             '"path/reward.py:function"; modules in the working directory are found too.'
         ) from error
     except (Exception, SystemExit) as error:
-        raise RewardLoadError(
-            f"{function!r} cannot be imported: {type(error).__name__}: {error}{place_of(error)}."
-        ) from error
+        raise RewardLoadError(f"{function!r} cannot be imported: {said_by(error)}{place_of(error)}.") from error
+
+
+def said_by(error: BaseException) -> str:
+    """Type and message."""
+    return f"{type(error).__name__}: {message_of(error)}"
+
+
+def message_of(error: BaseException) -> str:
+    """The message of an error of the user's, which may be of a class that cannot say it, or without end."""
+    try:
+        text = str(error)
+    except Exception as failure:  # noqa: BLE001 - it is the user's code
+        return f"(its message cannot be made: {type(failure).__name__})"
+    return text if len(text) <= _MAX_MESSAGE_CHARS else text[:_MAX_MESSAGE_CHARS] + "..."
 
 
 def place_of(error: BaseException) -> str:

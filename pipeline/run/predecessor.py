@@ -27,7 +27,7 @@ def kept_settings(run_dir: Path) -> dict[str, str]:
     """Dotted setting -> value as JSON, of the last trainer; empty where there was none."""
     try:
         return _flat((run_dir / _FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.queues.ledger import Ledger
+from pipeline.records.lines import number_in, step_of
 from pipeline.records.recorder import last_metrics
 from pipeline.run.limits import Limit, unfinished
 from pipeline.run.predecessor import kept_settings
@@ -48,16 +49,16 @@ class RunRecord:
 def read_record(run_dir: Path) -> RunRecord | None:
     """The record of a run; None where no step was recorded."""
     last = last_metrics(run_dir, _NAMES)
-    if not isinstance(last.get("step"), int):
+    if (step := step_of(last)) is None:
         return None
     identity = read_identity(run_dir)
     return RunRecord(
         run=str(identity.get("run", run_dir.name)),
         run_id=identity.get("run_id"),
         ended=identity.get("ended"),
-        step=last["step"],
-        max_steps=int(json.loads(kept_settings(run_dir).get("trainer.max_steps", "0"))),
-        at=float(last.get("time", 0.0)),
+        step=step,
+        max_steps=_max_steps(run_dir),
+        at=float(number_in(last, "time", 0.0)),
         values={name: float(last[name]) for name in _NAMES if isinstance(last.get(name), int | float)},
         ledger=_ledger(identity.get("ledger")),
     )
@@ -117,16 +118,23 @@ def read_identity(run_dir: Path) -> dict[str, Any]:
     """What the run's trainer has noted of it: `run.json`; empty where there is none."""
     try:
         stored = json.loads((run_dir / IDENTITY_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return stored if isinstance(stored, dict) else {}
 
 
+def _max_steps(run_dir: Path) -> int:
+    found = json.loads(kept_settings(run_dir).get("trainer.max_steps", "0"))
+    return found if isinstance(found, int) else 0
+
+
 def _ledger(stored: object) -> Ledger | None:
+    """None, too, where it holds anything but counts, and counts by reason."""
     if not isinstance(stored, dict):
         return None
-    known = {field.name for field in fields(Ledger)}
-    return Ledger(**{name: value for name, value in stored.items() if name in known})
+    known = {field.name: stored[field.name] for field in fields(Ledger) if field.name in stored}
+    counts = [count for value in known.values() for count in (value.values() if isinstance(value, dict) else [value])]
+    return Ledger(**known) if all(isinstance(count, int) for count in counts) else None
 
 
 def _version(record: RunRecord) -> int | None:

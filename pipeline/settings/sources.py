@@ -92,7 +92,7 @@ def read_toml(path: Path) -> dict[str, Json]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     try:
         values: dict[str, Json] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # numbers and nesting have bounds of their own
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     return values
 
@@ -130,7 +130,7 @@ def parse_value(text: str, setting: Setting) -> Json:
     """A TOML value, or the text itself. `run.name=7` and `tracking.trackers=a,b` need no quotes."""
     try:
         value: Json = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text
     if setting.accepts_text and not isinstance(value, str):
         return text

@@ -63,6 +63,30 @@ def raises(prompts: Any, completions: list[str], **columns: Any) -> list[float]:
     raise KeyError("no such thing")
 
 
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no message")
+
+
+class _Odd:
+    def __float__(self) -> float:
+        raise ValueError("half of a pair: \ud800")
+
+
+def raises_oddly(prompts: Any, completions: list[str], what: list[str], **columns: Any) -> list[Any]:
+    """Errors that cannot be told as they are."""
+    errors: dict[str, BaseException] = {
+        "surrogate": ValueError("half of a pair: \ud800"),
+        "mute": MuteError(),
+        "endless": ValueError("x" * 10_000_000),
+        "cancelled": asyncio.CancelledError("for reasons of its own"),
+        "interrupt": KeyboardInterrupt(),
+    }
+    if what[0] == "value":
+        return [_Odd()] * len(completions)
+    raise errors[what[0]]
+
+
 def raises_for_b(prompts: Any, completions: list[str], **columns: Any) -> list[float]:
     if "b" in completions:
         raise ValueError("b")
