@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from pathlib import Path
 
 import click
 import pytest
@@ -86,6 +87,28 @@ def test_a_worker_that_was_given_up_is_named_last_with_its_error(capsys: pytest.
     console.on_exit(ended_by("b", "KeyError: 'y'", 1, given_up_after=3))
     assert console.conclude(1) == 1
     assert capsys.readouterr().err == "error: b crashed 3 times: KeyError: 'y'\n"
+
+
+def test_lines_that_find_no_room_are_counted_and_those_that_do_again_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Path("/dev/full").open("w") as out:
+        console = Console(["a"], out)
+        for _ in range(3):
+            console.on_line("a", "x" * 5000)
+        with (tmp_path / "log").open("w") as room:
+            os.dup2(room.fileno(), out.fileno())
+        console.on_line("a", "y")
+    assert (tmp_path / "log").read_text().endswith("a          | y\n")
+    assert console.conclude(0) == 0
+    said = capsys.readouterr().err
+    assert said == "warning: up to 3 lines could not be written to the output: No space left on device\n"
+
+
+def test_a_line_that_the_output_has_no_letters_for_is_written_with_escapes(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w", encoding="ascii") as out:
+        Console(["a"], out).on_line("a", "déjà vu")
+    assert (tmp_path / "log").read_text() == "a          | d\\xe9j\\xe0 vu\n"
 
 
 def test_a_reader_that_leaves_does_not_end_the_run() -> None:

@@ -6,6 +6,7 @@ and no mistake of the user's ends in a traceback: a line `error: ...` on stderr 
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 
@@ -16,12 +17,15 @@ from pipeline.cli.checkpoints import checkpoints
 from pipeline.cli.control import drain, pause, reset, resume, scale
 from pipeline.cli.inspect import rollouts, status, streams, workers
 from pipeline.cli.keys import keys
+from pipeline.cli.output import flush, open_missing, say_aside
 from pipeline.cli.roles import demo, exporter, generator, scorer, trainer, up
 from pipeline.cli.settings import config, doctor
 from pipeline.errors import RollstreamError
 
 INTERRUPTED = 130
+FAILURE = 1
 USAGE = 2
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 class InOrder(click.Group):
@@ -63,7 +67,12 @@ for command in (
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the script `rollstream`."""
-    sys.exit(run(argv))
+    open_missing()
+    try:
+        code = run(argv)
+    finally:
+        flush()
+    sys.exit(code)
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -78,6 +87,11 @@ def run(argv: Sequence[str] | None = None) -> int:
         return _fail(" ".join(error.format_message().split()), USAGE)
     except RollstreamError as error:
         return _fail(str(error), error.exit_code)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        what = error.filename or "what this command has to say"
+        return _fail(f"{what} cannot be written: {error.strerror}", FAILURE)
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     return result if isinstance(result, int) else 0
@@ -85,5 +99,5 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 def _fail(message: str, code: int) -> int:
     for line in message.splitlines():
-        click.echo(f"error: {line}", err=True)
+        say_aside(f"error: {line}")
     return code

@@ -1,20 +1,22 @@
 """The merged output of several workers: `generator-1 | ...`, coloured on a terminal.
 
-In: lines and exits from a supervisor. Out: lines for people.
+In: lines and exits from a supervisor. Out: lines for people. A line that cannot be written is lost; it never
+ends the run.
 """
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TextIO
 
 import click
 
+from pipeline.cli.output import give_up, say_aside
 from pipeline.local.supervisor import USAGE, WorkerExit
 
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_yellow")
@@ -26,10 +28,14 @@ class Console:
 
     def __init__(self, names: Sequence[str], out: TextIO | None = None) -> None:
         self._out = out or sys.stdout
+        if isinstance(self._out, io.TextIOWrapper):
+            self._out.reconfigure(errors="backslashreplace")  # workers may say what its encoding lacks
         self._width = max(map(len, [_SELF, *names]))
         self._colours = dict(zip(names, itertools.cycle(_COLOURS), strict=False))
         self._is_coloured = self._out.isatty() and not os.environ.get("NO_COLOR")
         self._to_mend: dict[str, list[str]] = {}
+        self._num_lost = 0
+        self._why_lost = ""
 
     def on_line(self, name: str, line: str) -> None:
         label = f"{name:<{self._width}} |"
@@ -40,8 +46,10 @@ class Console:
         try:
             print(label, line, file=self._out, flush=True)
         except BrokenPipeError:  # `rollstream up | head`: the run goes on without a reader
-            with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
-                os.dup2(nowhere.fileno(), self._out.fileno())
+            give_up(self._out)
+        except OSError as error:  # a full disk: there may be room again
+            self._num_lost += 1
+            self._why_lost = error.strerror or str(error)
 
     def on_exit(self, ended: WorkerExit) -> None:
         self._note(ended)
@@ -68,9 +76,11 @@ class Console:
 
     def conclude(self, code: int) -> int:
         """Say on stderr what a person must mend, once all other output has ended."""
+        if self._num_lost:
+            say_aside(f"warning: up to {self._num_lost} lines could not be written to the output: {self._why_lost}")
         if code:
             for complaint, names in self._to_mend.items():
-                click.echo(f"error: {complaint}" + (f" ({', '.join(names)})" if names else ""), err=True)
+                say_aside(f"error: {complaint}" + (f" ({', '.join(names)})" if names else ""))
         return code
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from pipeline.errors import UsageError
+from pipeline.errors import RollstreamError, UsageError
 
 _OWNER_ONLY = 0o600
 
@@ -31,16 +31,30 @@ def new_key(file: Path, is_shared: bool) -> int:
 
     if is_shared:
         _write(file, secrets.token_hex(32))
-        click.echo(f'on every machine: weights.shared_key_file = "{file}"')
+        _say(f'on every machine: weights.shared_key_file = "{file}"', file)
         return 0
     public, secret = zmq.curve_keypair()
     _write(file, secret.decode())
-    click.echo(f"public key: {public.decode()}")
-    click.echo(f'for the trainer:  weights.server_secret_key_file = "{file}", and its public key for the generators as')
-    click.echo(f'                  weights.server_public_key = "{public.decode()}"')
-    click.echo(f'for a generator:  weights.client_secret_key_file = "{file}", and its public key for the trainer in')
-    click.echo(f'                  weights.allowed_keys = ["{public.decode()}"]')
+    _say(
+        f"public key: {public.decode()}\n"
+        f'for the trainer:  weights.server_secret_key_file = "{file}", and its public key for the generators as\n'
+        f'                  weights.server_public_key = "{public.decode()}"\n'
+        f'for a generator:  weights.client_secret_key_file = "{file}", and its public key for the trainer in\n'
+        f'                  weights.allowed_keys = ["{public.decode()}"]',
+        file,
+    )
     return 0
+
+
+def _say(text: str, file: Path) -> None:
+    """Raises RollstreamError where it cannot be said of a key that is there."""
+    try:
+        click.echo(text)
+    except OSError as error:
+        raise RollstreamError(
+            f"{file} is written and is a new key; how to use it could not be said ({error.strerror}): "
+            f"`rollstream keys show {file}` prints the public key of one that encrypts"
+        ) from error
 
 
 @keys.command("show")

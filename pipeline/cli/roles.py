@@ -16,6 +16,7 @@ from typing import Literal
 import click
 
 from pipeline.cli.options import Sources, as_json, can_resume, takes_config
+from pipeline.cli.output import say_aside
 
 Option = Callable[[Callable[[Sources], int]], Callable[[Sources], int]]
 
@@ -86,7 +87,7 @@ def up(sources: Sources, num_generators: int, num_scorers: int, has_exporter: bo
         click.echo(f"run {config.run.name!r} is already over: {ending.reason}; {ending.to_go_on}")
         return 0
     for warning in check_quickly(config).warnings:
-        click.echo(f"warning: {warning}", err=True)
+        say_aside(f"warning: {warning}")
     crew = Crew(num_generators=num_generators, num_scorers=num_scorers, has_exporter=has_exporter)
     with LocalRun(config, crew) as run:
         console = Console(run.names)
