@@ -10,10 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.config.base import Count, Fraction, Natural, NonNegative, Positive, Section
+from pipeline.config.base import LARGEST_FACTOR, Count, Factor, Fraction, Natural, PositiveFactor, Section
 from pipeline.config.presets import PRESETS, Preset
 
-AtLeastOne = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+AtLeastOne = Annotated[float, Field(ge=1, le=LARGEST_FACTOR, allow_inf_nan=False)]
+# Of a gate of height 4 / tau: below, float32 has no digits left for its slope.
+Tau = Annotated[float, Field(ge=1e-3, le=LARGEST_FACTOR, allow_inf_nan=False)]
 
 # Corrections that weigh tokens: they need something other than the generator to form their weight from.
 WEIGHTING = frozenset(
@@ -54,34 +56,36 @@ class AlgorithmSettings(Section):
         description="ppo_clip: the ratio is clipped below 1 - clip_low. Acts unless proximal is recomputed, where the "
         "ratio is 1 at the one update that each batch gets.",
     )
-    clip_high: NonNegative = Field(
+    clip_high: Factor = Field(
         0.28, description="ppo_clip: the ratio is clipped above 1 + clip_high. Acts as clip_low does."
     )
-    dual_clip: NonNegative = Field(
+    dual_clip: Factor = Field(
         0.0, description="ppo_clip: with a negative advantage the ratio counts at most this, 3 for example; 0 is off."
     )
     gspo_clip_low: Fraction = Field(3e-4, description="gspo: as clip_low, for the ratio of a whole completion.")
-    gspo_clip_high: NonNegative = Field(4e-4, description="gspo: as clip_high, for the ratio of a whole completion.")
-    cispo_max: Positive = Field(5.0, description="cispo: cap of the importance weight.")
-    sapo_tau_positive: Positive = Field(
+    gspo_clip_high: Factor = Field(4e-4, description="gspo: as clip_high, for the ratio of a whole completion.")
+    cispo_max: PositiveFactor = Field(5.0, description="cispo: cap of the importance weight.")
+    sapo_tau_positive: Tau = Field(
         1.0, description="sapo: how fast a token with a positive advantage fades as its ratio leaves 1."
     )
-    sapo_tau_negative: Positive = Field(1.05, description="sapo: the same with a negative advantage.")
-    gmpo_clip: Positive = Field(0.4, description="gmpo: log-ratios of tokens are clipped to this, in nats.")
+    sapo_tau_negative: Tau = Field(1.05, description="sapo: the same with a negative advantage.")
+    gmpo_clip: PositiveFactor = Field(0.4, description="gmpo: log-ratios of tokens are clipped to this, in nats.")
     dppo_divergence: Literal["tv", "kl"] = Field(
         "tv", description="dppo: total variation or KL divergence of the drawn token against all others."
     )
-    dppo_max: Positive = Field(0.15, description="dppo: tokens that would go on beyond this divergence are masked.")
-    truncation: Positive = Field(2.0, description="Cap of the importance weight; mis masks what is above.")
-    band_low: Positive = Field(0.5, description="icepop: tokens with a smaller importance weight are masked.")
+    dppo_max: PositiveFactor = Field(
+        0.15, description="dppo: tokens that would go on beyond this divergence are masked."
+    )
+    truncation: PositiveFactor = Field(2.0, description="Cap of the importance weight; mis masks what is above.")
+    band_low: PositiveFactor = Field(0.5, description="icepop: tokens with a smaller importance weight are masked.")
     band_high: AtLeastOne = Field(5.0, description="icepop: tokens with a larger importance weight are masked.")
     geometric_band: AtLeastOne = Field(
         1.2, description="geometric_mis: completions whose mean weight is above this, or below 1 / this, are masked."
     )
-    m2po_max: Positive = Field(
+    m2po_max: PositiveFactor = Field(
         0.04, description="m2po: tokens with the largest log-ratios are masked until their mean square is at most this."
     )
-    opsm_max: Positive = Field(
+    opsm_max: PositiveFactor = Field(
         0.1, description="opsm: completions with a negative advantage and a larger divergence, in nats, are masked."
     )
     aggregation_length: Natural = Field(
@@ -92,17 +96,15 @@ class AlgorithmSettings(Section):
         description="Rewards of tokens or steps, where scores have them: none, returns (of what is still to come), or "
         "align (around the completion's own advantage).",
     )
-    process_weight: NonNegative = Field(1.0, description="Factor of the token rewards' part.")
+    process_weight: Factor = Field(1.0, description="Factor of the token rewards' part.")
     overlong: bool | Literal["preset"] = Field(
         "preset", description="Completions near generation.max_tokens lose reward; preset: only with dapo."
     )
     overlong_buffer: Annotated[float, Field(gt=0, le=1)] = Field(
         0.2, description="Share of generation.max_tokens, at its end, in which the loss of reward grows."
     )
-    overlong_penalty: NonNegative = Field(1.0, description="Reward lost by a completion of full length.")
-    kl_coef: NonNegative = Field(
-        0.0, description="Weight of the KL divergence to the initial policy; 0 loads no reference."
-    )
+    overlong_penalty: Factor = Field(1.0, description="Reward lost by a completion of full length.")
+    kl_coef: Factor = Field(0.0, description="Weight of the KL divergence to the initial policy; 0 loads no reference.")
     kl_estimator: Literal["", "k1", "k2", "k3"] = Field("", description="How it is estimated: k1, k2, k3.")
     kl_in: Literal["", "loss", "reward"] = Field(
         "", description="Where it is: loss, or reward (which takes one more forward pass)."

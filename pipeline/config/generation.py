@@ -6,7 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.config.base import Count, Fraction, Natural, NonNegative, Positive, Seconds, Section
+from pipeline.config.base import (
+    Count,
+    Fraction,
+    Natural,
+    NonNegative,
+    Positive,
+    PositiveFactor,
+    Seconds,
+    Section,
+    Threads,
+)
 
 
 class ModelSettings(Section):
@@ -29,7 +39,7 @@ class LoraSettings(Section):
     """Low-rank adapters: only they are trained and sent."""
 
     rank: Natural = Field(0, description="0 trains all weights.")
-    alpha: Positive = Field(32.0, description="The adapter's output is scaled by alpha / rank.")
+    alpha: PositiveFactor = Field(32.0, description="The adapter's output is scaled by alpha / rank.")
     target_modules: list[str] = Field(["all-linear"], description='Module names, or "all-linear".')
     dropout: Fraction = Field(0.0, description="Dropout on the adapter; above 0 it makes generator and trainer differ.")
 
@@ -86,7 +96,7 @@ class GenerationSettings(Section):
     )
     group_size: Count = Field(8, description="Completions for each prompt.")
     max_tokens: Count = Field(256, description="Limit of one completion.")
-    temperature: Positive = Field(1.0, description="Accounted for in the importance ratio.")
+    temperature: PositiveFactor = Field(1.0, description="Accounted for in the importance ratio.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="Nucleus sampling; below 1 keep replay_sampling_mask on."
     )
@@ -109,7 +119,7 @@ class GenerationSettings(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: bfloat16 on GPU, float32 on CPU."
     )
-    num_threads: Natural = Field(
+    num_threads: Threads = Field(
         0, description="CPU threads of one generator; 0 leaves it to torch, `up` divides the cores."
     )
     stall_s: Seconds = Field(

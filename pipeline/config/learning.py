@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.config.base import Count, Fraction, Natural, NonNegative, Pause, Positive, Section
+from pipeline.config.base import Count, Factor, Natural, Pause, PositiveFactor, Section, Threads
+
+# AdamW's steps are of about this size: no weight survives a larger one.
+Rate = Annotated[float, Field(gt=0, le=1e3, allow_inf_nan=False)]
+Decay = Annotated[float, Field(ge=0, le=1e3, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class StalenessSettings(Section):
@@ -32,15 +37,15 @@ class TrainerSettings(Section):
         100, description="Stop after this many optimiser steps; 0 goes on to the end of the data."
     )
     groups_per_step: Count = Field(16, description="Groups in one optimiser step.")
-    learning_rate: Positive = Field(1e-6, description="Peak learning rate of AdamW.")
+    learning_rate: Rate = Field(1e-6, description="Peak learning rate of AdamW.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="Shape of the learning rate after warm-up."
     )
     warmup_steps: Natural = Field(0, description="Steps of linear warm-up.")
-    weight_decay: NonNegative = Field(0.0, description="Decoupled weight decay.")
-    beta1: Fraction = Field(0.9, description="AdamW: decay of the mean of the gradients.")
-    beta2: Fraction = Field(0.99, description="AdamW: decay of the mean of their squares.")
-    max_grad_norm: Positive = Field(1.0, description="Gradients are clipped to this norm.")
+    weight_decay: Decay = Field(0.0, description="Decoupled weight decay.")
+    beta1: Beta = Field(0.9, description="AdamW: decay of the mean of the gradients.")
+    beta2: Beta = Field(0.99, description="AdamW: decay of the mean of their squares.")
+    max_grad_norm: PositiveFactor = Field(1.0, description="Gradients are clipped to this norm.")
     micro_batch_tokens: Count = Field(
         16384, description="Padded tokens in one forward pass; gradients accumulate over passes."
     )
@@ -51,7 +56,7 @@ class TrainerSettings(Section):
         "auto",
         description="Precision of forward and backward; master weights stay float32. auto: bfloat16 on GPU.",
     )
-    num_threads: Natural = Field(0, description="CPU threads; 0 leaves it to torch, `up` divides the cores.")
+    num_threads: Threads = Field(0, description="CPU threads; 0 leaves it to torch, `up` divides the cores.")
     scripted_step_s: Pause = Field(
         0.0,
         description="With generation.engine = scripted: seconds that a step of the scripted trainer takes.",
@@ -66,4 +71,4 @@ class EvaluationSettings(Section):
     at_end: bool = Field(True, description="Evaluate the final weights.")
     num_prompts: Natural = Field(0, description="The first this many held-out prompts; 0 takes all.")
     group_size: Count = Field(1, description="Completions for each held-out prompt.")
-    temperature: NonNegative = Field(0.0, description="0 is greedy.")
+    temperature: Factor = Field(0.0, description="0 is greedy.")
