@@ -41,9 +41,9 @@ def endpoints(run: str = RUN) -> Endpoints:
 
 
 @contextmanager
-def publishing(settings: WeightSettings, *, run: str = RUN) -> Iterator[StorePublisher]:
-    """A publisher that has started."""
-    with StorePublisher(settings, run=run, file_bytes=FILE_BYTES) as publisher:
+def publishing(settings: WeightSettings, *, run: str = RUN, look_every_s: float = 3600.0) -> Iterator[StorePublisher]:
+    """A publisher that has started; it looks after its files in the time of no test, unless asked to."""
+    with StorePublisher(settings, run=run, file_bytes=FILE_BYTES, look_every_s=look_every_s) as publisher:
         assert publisher.start().folder == run
         yield publisher
 

@@ -25,6 +25,7 @@ from pipeline.weights.store.folder import open_folder
 from pipeline.weights.store.writer import Writer
 
 FILE_BYTES = 16 * 1024 * 1024
+LOOK_EVERY_S = 10.0  # a listing and a small file: a few cents a day in an object store
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 60.0  # between attempts
 _LAST_WRITE_S = 20.0  # that `close` leaves for what is being written
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -36,14 +37,18 @@ class StorePublisher:
     """`publish` may be called from any thread.
 
     run: folder below `weights.store`, which no other run may have. file_bytes: of a file, unless one
-    tile is larger.
+    tile is larger. look_every_s: while nothing is written, whether what is readable is still there.
     """
 
-    def __init__(self, settings: WeightSettings, *, run: str, file_bytes: int = FILE_BYTES) -> None:
+    def __init__(
+        self, settings: WeightSettings, *, run: str, file_bytes: int = FILE_BYTES, look_every_s: float = LOOK_EVERY_S
+    ) -> None:
         session = uuid.uuid4()
         self._settings = settings
         self._run = run
         self._session = session.hex
+        self._look_every_s = max(look_every_s, settings.poll_s)
+        self._problem = ""  # of the last look
         self._encoder = Encoder(session=session.bytes, tile_bytes=settings.tile_bytes)
         self._writer = Writer(
             open_folder(settings.store, run),
@@ -120,7 +125,7 @@ class StorePublisher:
         """Figures since the start."""
         return PublisherStats(
             num_versions=self._num_versions,
-            num_held=int(self._pending is not None) + int(self._writer.holds_base),
+            num_held=int(self._pending is not None) + int(self._writer.holds_newest),
             num_receivers=0,
             publish_s=self._publish_s,
             encode_s=self._publish_s,
@@ -174,15 +179,45 @@ class StorePublisher:
         return None if is_last else min(2 * wait_s, _LONGEST_WAIT_S)
 
     def _next_item(self) -> WeightObject | None:
-        """The newest version; None when there will be none. Meanwhile what has had its time is removed."""
+        """The newest version; None when there will be none. Meanwhile what is readable is looked after."""
+        look_at = time.monotonic() + self._look_every_s
         while True:
+            look_in_s = max(0.0, look_at - time.monotonic())
+            sweep_in_s = self._writer.sweep_in_s
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._pending is not None or self._closing_at is not None, self._writer.sweep_in_s
+                    lambda: self._pending is not None or self._closing_at is not None,
+                    look_in_s if sweep_in_s is None else min(look_in_s, sweep_in_s),
                 )
                 if self._pending is not None or self._closing_at is not None:
                     return self._pending
-            self._sweep()
+            if time.monotonic() >= look_at:
+                self._mend()
+                look_at = time.monotonic() + self._look_every_s
+            if self._writer.sweep_in_s == 0:
+                self._sweep()
+
+    def _mend(self) -> None:
+        """What is readable has been removed, perhaps by somebody who cleaned up: put it back."""
+        version = self._newest
+        try:
+            lost = self._writer.mend(self._check_time)
+        except OSError as error:
+            problem = f"{type(error).__name__}: {error}"
+            if problem != self._problem:
+                log.warning("weights_not_looked_after", weight_version=version, reason=problem)
+            self._problem = problem
+            return
+        self._problem = ""
+        if lost:
+            log.warning(
+                "weights_put_back",
+                weight_version=version,
+                num_files=len(lost),
+                first=lost[0],
+                reason="somebody removed or changed them",
+                way_out=f"leave {self._run} in weights.store = {self._settings.store!r} alone until the run has ended",
+            )
 
     def _is_settled(self, item: WeightObject, *, is_last: bool, wait_s: float) -> bool:
         """Write it. False: it could not be written, and may be later."""

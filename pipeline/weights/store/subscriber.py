@@ -75,6 +75,7 @@ class StoreSubscriber(Reception):
         self._not_by_patches = b""  # root of a version whose patches were of no use
         self._num_unread = 0  # attempts in a row in which the store could not be read
         self._problem = ""
+        self._has_pointer = False  # whether it was there at the last look
 
     async def next_content(self, newer_than: int | None) -> Content:
         """The same as it lies in memory."""
@@ -108,6 +109,7 @@ class StoreSubscriber(Reception):
                 continue
             self._endpoints = endpoints
             self._folder = open_folder(self._settings.store, endpoints.folder)
+            self._has_pointer = False
         return self._endpoints, self._folder
 
     async def _received(self, folder: Folder, floor: int) -> Content:
@@ -174,9 +176,18 @@ class StoreSubscriber(Reception):
     async def _pointer(self, folder: Folder) -> Pointer | None:
         """The newest version; None before the first. Raises OSError and WeightError."""
         try:
-            return decode_pointer(await self._reader.read(folder, CURRENT, MAX_POINTER_BYTES + 1))
+            payload = await self._reader.read(folder, CURRENT, MAX_POINTER_BYTES + 1)
         except FileNotFoundError:
+            if self._has_pointer:
+                log.warning(
+                    "weights_gone",
+                    reason=f"{CURRENT!r} was there and is not any more, in weights.store = {self._settings.store!r}",
+                    way_out="the trainer puts it back; if it does not, see its log, and whether the store is mounted",
+                )
+            self._has_pointer = False
             return None
+        self._has_pointer = True
+        return decode_pointer(payload)
 
     async def _begun(self, folder: Folder, floor: int) -> Intake:
         """The beginning of the newest version, once there is one above `floor`."""

@@ -10,8 +10,9 @@ OSError may be repeated, and what is readable stays so.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 
 from pipeline.errors import WeightError
 from pipeline.logs import get_logger
@@ -20,21 +21,17 @@ from pipeline.weights.manifest import Manifest
 from pipeline.weights.patches import PatchSet
 from pipeline.weights.protocol import NOTHING
 from pipeline.weights.server import ServerStats
+from pipeline.weights.store.files import File, patch_files, snapshot_files
 from pipeline.weights.store.folder import Folder, is_aside, without_aside
 from pipeline.weights.store.pointer import (
     CURRENT,
     MAX_POINTER_BYTES,
-    Pieces,
     Pointer,
     Step,
     decode_pointer,
     encode_pointer,
-    manifest_name,
-    parcel_pieces,
     split_name,
     stem,
-    table_name,
-    tile_pieces,
     version_of,
 )
 
@@ -44,8 +41,6 @@ _MAX_STEPS = 16
 _MAX_OVERTAKEN = 2
 
 log = get_logger()
-
-File = tuple[str, Sequence[bytes | memoryview]]
 
 
 class Writer:
@@ -76,7 +71,7 @@ class Writer:
         self._clock = clock
         self._threads = ThreadPoolExecutor(_WRITES, "weight-files")
         self._pointer: Pointer | None = None
-        self._base: WeightObject | None = None  # the newest version, where patches may start from it
+        self._newest: WeightObject | None = None  # whose files can be put back, and from which patches start
         self._overtaken: list[tuple[str, float]] = []  # stems of versions that stay readable, and until when
         self._under_way = ""  # stem of the version that is being written
         self._patches: PatchSet | None = None  # that lead to it
@@ -109,8 +104,11 @@ class Writer:
         started = time.monotonic()
         self._folder.create()
         self._begin(item)
-        files = [(name, parts) for name, parts in self._files(item) if name not in self._done]
-        self._write_all(files, check_time)
+        if self._done:
+            self._done.intersection_update(self._folder.names())  # somebody may have removed them since
+        files = [*patch_files(item, self._patches, self._file_bytes)] if self._patches is not None else []
+        files += snapshot_files(item, self._file_bytes)
+        self._write_all([file for file in files if file[0] not in self._done], check_time)
         self._refuse_if_taken(item)
         pointer = Pointer(
             session=self._session,
@@ -127,14 +125,39 @@ class Writer:
         if self._pointer is not None:
             self._protect(stem(self._pointer.weight_version, self._pointer.root))
         self._pointer, self._under_way = pointer, ""
-        self._base = item if self._makes_patches else None
+        self._newest = item
         self._patches = None
         self._done.clear()
 
+    def mend(self, check_time: Callable[[], None]) -> list[str]:
+        """Put back what is gone of the newest version, of which nothing is being written; returns what it was.
+
+        Nothing where another publisher's version is the newest. Raises OSError; it may be repeated.
+        """
+        item, pointer = self._newest, self._pointer
+        if item is None or pointer is None:
+            return []
+        there = self._read_pointer_or_none()
+        is_ours = there is None or there.session == self._session or there.weight_version < pointer.weight_version
+        if not is_ours:
+            return []
+        names = set(self._folder.names())
+        lost = [file for file in snapshot_files(item, self._file_bytes) if file[0] not in names]
+        if there == pointer and not lost:
+            return []
+        self._folder.create()
+        self._write_all(lost, check_time)
+        if lost:
+            pointer = replace(pointer, steps=())  # whose files are no more likely to be there
+        self._folder.write(CURRENT, [encode_pointer(pointer)])
+        self._pointer = pointer
+        self.stats.num_announcements += 1
+        return [name for name, _ in lost] or [CURRENT]
+
     @property
-    def holds_base(self) -> bool:
-        """Whether the newest version is kept in memory, for patches to start from."""
-        return self._base is not None
+    def holds_newest(self) -> bool:
+        """Whether the newest version is kept in memory."""
+        return self._newest is not None
 
     @property
     def sweep_in_s(self) -> float | None:
@@ -185,19 +208,12 @@ class Writer:
         self._under_way, self._patches = item_stem, None
         if has_left_something:
             self.sweep()
-        if self._base is not None:
-            patches = self._encoder.compare(self._base, item)
+        if not self._makes_patches:
+            self._newest = None  # frees it: its files are to be replaced
+        if self._newest is not None:
+            patches = self._encoder.compare(self._newest, item)
             if patches is not None and patches.num_bytes <= item.manifest.num_bytes * _WORTHWHILE:
                 self._patches = patches
-
-    def _files(self, item: WeightObject) -> Iterator[File]:
-        manifest = item.manifest
-        version = manifest.weight_version
-        if self._patches is not None:
-            yield table_name(version, manifest.root), [self._patches.payload]
-            yield from _gathered(parcel_pieces(version, self._patches.table, self._file_bytes), self._patches.parcels)
-        yield manifest_name(version, manifest.root), [item.payload]
-        yield from _gathered(tile_pieces(manifest, self._file_bytes), item.tiles)
 
     def _write_all(self, files: Sequence[File], check_time: Callable[[], None]) -> None:
         def write(file: File) -> None:
@@ -225,10 +241,7 @@ class Writer:
 
     def _refuse_if_taken(self, item: WeightObject) -> None:
         """A publisher that was thought dead and wakes up must not turn back what its successor has written."""
-        try:
-            there = self._read_pointer()
-        except WeightError:
-            return
+        there = self._read_pointer_or_none()
         if there is None or there.session == self._session:
             return
         version = item.manifest.weight_version
@@ -254,15 +267,15 @@ class Writer:
             steps = steps[1:]
         return steps
 
+    def _read_pointer_or_none(self) -> Pointer | None:
+        """None also where it is garbled."""
+        try:
+            return self._read_pointer()
+        except WeightError:
+            return None
+
     def _read_pointer(self) -> Pointer | None:
         try:
             return decode_pointer(self._folder.read(CURRENT, MAX_POINTER_BYTES + 1))
         except FileNotFoundError:
             return None
-
-
-def _gathered(pieces: Pieces, content: Sequence[bytes | memoryview | None]) -> Iterator[File]:
-    for file in range(pieces.num_files):
-        if pieces.file_size(file):
-            chosen = pieces.pieces_of(file)
-            yield pieces.name(file), [part for part in content[chosen.start : chosen.stop] if part is not None]
