@@ -202,7 +202,8 @@ async def test_a_generator_of_a_run_whose_name_is_misspelled_says_which_run_it_w
         misspelled = run.start("generator", f"run.name='{run_name[:-1]}'")
         await run.until(lambda: misspelled.events_named("no_trainer_yet") != [], "word of the run that is meant")
         (said,) = misspelled.events_named("no_trainer_yet")
-        assert (said["run"], said["similar_runs"]) == (run_name[:-1], run_name)
+        assert said["run"] == run_name[:-1]
+        assert run_name in said["similar_runs"]  # runs of other tests may be on the server, too
         assert {event["run"] for event in misspelled.events_named("waiting")} == {run_name[:-1]}
         misspelled.signal(signal.SIGTERM)
         assert await run.until_exit(misspelled) == [0]

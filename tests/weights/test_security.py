@@ -146,9 +146,11 @@ async def test_both_sides_name_the_settings_of_keys_that_do_not_fit(keys: tuple[
             with capture_logs() as logs:
                 account.update()
                 account.update()
-            (warning,) = logs
+            warning, *later = logs
             assert (warning["event"], warning["reason"]) == ("weights_not_given", reason)
-            assert warning["num"] == publisher.stats.server.unwelcome[reason] >= 1
+            # Peers that are turned away may still try again meanwhile; that is worth a word when it has doubled.
+            assert all(word["num"] >= 2 * warning["num"] for word in later)
+            assert 1 <= warning["num"] <= publisher.stats.server.unwelcome[reason]
             assert doubted.split()[0] in warning["may_be"]
 
 
