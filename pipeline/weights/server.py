@@ -23,9 +23,8 @@ from pipeline.weights.security import Signer
 from pipeline.weights.shelf import Shelf
 
 ANNOUNCE, LOOK_AGAIN = b"a", b""  # into the inbox: a new version, or new pieces of one
-_FAILED_HANDSHAKES = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+# Not those without detail: so ends also a peer that goes away in the middle of its handshake.
+_FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _TURN = 64  # requests served before announcements get a look in
 _MAX_BEGUN = 4096  # receivers that are remembered; the oldest of more have gone without a word
 
