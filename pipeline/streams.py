@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as Unreachable
@@ -21,6 +21,7 @@ from pipeline.config import QueueSettings
 from pipeline.keys import CONSUMER_GROUP, Keys, Stream
 from pipeline.messages import SCHEMA_VERSION
 from pipeline.queues.accounts import Accounts
+from pipeline.queues.batches import BATCH_GROUPS, batches, by_stream, entry_ids, ids_and_versions, num_bytes, unheld
 from pipeline.queues.connection import MAX_BLOCK_S, connect, is_away, passes
 from pipeline.queues.leases import DeadLetter, Entry, Lease, LeaseKeeper, Moved, Queued, lease_of
 from pipeline.queues.ledger import Depth, DropReason, Ledger
@@ -39,7 +40,6 @@ __all__ = [
     "connect",
 ]
 
-_Item = TypeVar("_Item")
 _INDEX = {stream: index for index, stream in enumerate(Stream, start=1)}
 _OUTCOMES = (Moved.REFUSED, Moved.MOVED, Moved.FULL)
 _MAX_REASON = 1000
@@ -94,13 +94,13 @@ class Streams(Accounts):
         is still in the streams.
         """
         accepted = 0
-        for batch in _batches(entries, _num_bytes):
+        for batch in batches(entries, num_bytes):
             done: int = await self._scripts.call(
                 "feed",
                 limit,
                 self._settings.max_length,
                 _SCHEMA,
-                *_ids_and_versions(batch),
+                *ids_and_versions(batch),
                 [entry.is_evaluation for entry in batch],
                 [-1 if entry.ordinal is None else entry.ordinal for entry in batch],
                 payloads=[entry.payload for entry in batch],
@@ -118,13 +118,13 @@ class Streams(Accounts):
         accepted; feed nothing new before it is all of them.
         """
         accepted = 0
-        for batch in _batches(entries, _num_bytes):
+        for batch in batches(entries, num_bytes):
             done: int = await self._scripts.call(
                 "refeed",
                 limit,
                 self._settings.max_length,
                 _SCHEMA,
-                *_ids_and_versions(batch),
+                *ids_and_versions(batch),
                 payloads=[entry.payload for entry in batch],
             )
             accepted += done
@@ -142,7 +142,7 @@ class Streams(Accounts):
             ids = [letter.letter_id for letter in await self.dead_letters()]
         mended = payloads or {}
         moved = 0
-        for batch in _batches(ids, lambda letter_id: len(mended.get(letter_id, b""))):
+        for batch in batches(ids, lambda letter_id: len(mended.get(letter_id, b""))):
             moved += await self._scripts.call(
                 "requeue",
                 self._settings.max_length,
@@ -220,9 +220,9 @@ class Streams(Accounts):
     async def renew(self, leases: Sequence[Lease]) -> list[Lease]:
         """Restarts the term of these leases; returns those that are lost."""
         lost: list[Lease] = []
-        for stream, batch in _by_stream(leases):
-            held = await self._scripts.call("renew", _INDEX[stream], _entry_ids(batch))
-            lost += _unheld(batch, held)
+        for stream, batch in by_stream(leases):
+            held = await self._scripts.call("renew", _INDEX[stream], entry_ids(batch))
+            lost += unheld(batch, held)
         return lost
 
     # Onward
@@ -235,7 +235,7 @@ class Streams(Accounts):
         """Moves groups to the next stream, each if its lease still holds and there is room."""
         outcomes: list[Moved] = []
         for stream, group in itertools.groupby(pairs, lambda pair: pair[0].stream):
-            for batch in _batches(list(group), lambda pair: len(pair[1].payload)):
+            for batch in batches(list(group), lambda pair: len(pair[1].payload)):
                 leases, entries = [lease for lease, _ in batch], [entry for _, entry in batch]
                 assert [lease.group_id for lease in leases] == [entry.group_id for entry in entries]
                 codes = await self._scripts.call(
@@ -244,8 +244,8 @@ class Streams(Accounts):
                     _INDEX[to],
                     self._settings.max_length,
                     _SCHEMA,
-                    _entry_ids(leases),
-                    *_ids_and_versions(entries),
+                    entry_ids(leases),
+                    *ids_and_versions(entries),
                     [lease.is_evaluation for lease in leases],
                     payloads=[entry.payload for entry in entries],
                 )
@@ -261,11 +261,11 @@ class Streams(Accounts):
         generated of it, saved for whoever claims it next; what was saved before stays unless it has failed.
         """
         released, saved = 0, partials or {}
-        for stream, batch in _by_stream(leases):
+        for stream, batch in by_stream(leases):
             released += await self._scripts.call(
                 "release",
                 _INDEX[stream],
-                _entry_ids(batch),
+                entry_ids(batch),
                 [lease.attempt + has_failed for lease in batch],
                 has_failed,
                 [lease.group_id for lease in batch],
@@ -280,11 +280,11 @@ class Streams(Accounts):
         partials: group id -> what replaces what was kept of it before. Returns how many were still held.
         """
         saved = 0
-        for batch in _batches(leases, lambda lease: len(partials[lease.group_id])):
+        for batch in batches(leases, lambda lease: len(partials[lease.group_id])):
             held = await self._scripts.call(
                 "save_partials",
                 _INDEX[Stream.PROMPTS],
-                _entry_ids(batch),
+                entry_ids(batch),
                 [lease.group_id for lease in batch],
                 payloads=[partials[lease.group_id] for lease in batch],
             )
@@ -300,7 +300,7 @@ class Streams(Accounts):
         for stream in Stream:
             left = 1
             while left:
-                done, left = await self._scripts.call("release_all", _INDEX[stream], _BATCH_GROUPS)
+                done, left = await self._scripts.call("release_all", _INDEX[stream], BATCH_GROUPS)
                 released += done
         await self._remove(self._keys.replies, [self.consumer])
         return released
@@ -323,16 +323,16 @@ class Streams(Accounts):
             raise ValueError(f"{len(refeed)} groups to feed again for {len(leases)} dropped ones")
         substitutes = dict(zip((lease.entry_id for lease in leases), refeed, strict=False))
         dropped = 0
-        for stream, batch in _by_stream(leases):
+        for stream, batch in by_stream(leases):
             instead = [substitutes[lease.entry_id] for lease in batch] if refeed else []
             dropped += await self._scripts.call(
                 "drop",
                 _INDEX[stream],
                 reason.value,
                 _SCHEMA,
-                _entry_ids(batch),
+                entry_ids(batch),
                 [lease.is_evaluation and lease.group_id for lease in batch],
-                *_ids_and_versions(instead),
+                *ids_and_versions(instead),
                 payloads=[entry.payload for entry in instead],
             )
         return dropped
@@ -349,19 +349,19 @@ class Streams(Accounts):
         held = await self._scripts.call(
             "finish_training",
             _INDEX[Stream.SCORED],
-            _entry_ids(leases),
+            entry_ids(leases),
             [lease.group_id for lease in leases],
             payloads=[prompts[lease.group_id] for lease in leases],
         )
-        return _unheld(leases, held)
+        return unheld(leases, held)
 
     async def finish_evaluation(self, leases: Sequence[Lease]) -> list[Lease]:
         """Evaluation groups that were reported. Returns those whose lease was lost."""
         lost: list[Lease] = []
-        for stream, batch in _by_stream(leases):
+        for stream, batch in by_stream(leases):
             group_ids = [lease.group_id for lease in batch]
-            held = await self._scripts.call("finish_evaluation", _INDEX[stream], _entry_ids(batch), group_ids)
-            lost += _unheld(batch, held)
+            held = await self._scripts.call("finish_evaluation", _INDEX[stream], entry_ids(batch), group_ids)
+            lost += unheld(batch, held)
         return lost
 
     # Commitment
@@ -369,56 +369,10 @@ class Streams(Accounts):
     async def commit(self, group_ids: Sequence[str]) -> int:
         """These groups' effect is in a checkpoint on disk. Returns how many were uncommitted."""
         committed = 0
-        for batch in _batches(group_ids):
+        for batch in batches(group_ids):
             committed += await self._remove(self._keys.uncommitted, batch)
         return committed
 
     async def _remove(self, key: str, names: Sequence[str]) -> int:
         """Fields of a hash; returns how many were there."""
         return await self._accepted(lambda: self._redis.hdel(key, *names))
-
-
-# One call holds up everyone's: these bound for how long.
-_BATCH_GROUPS, _BATCH_BYTES = 256, 64 * 1024 * 1024
-
-
-def _num_bytes(entry: Entry) -> int:
-    return len(entry.payload)
-
-
-def _nothing(_: object) -> int:
-    return 0
-
-
-def _batches(items: Sequence[_Item], num_bytes: Callable[[_Item], int] = _nothing) -> Iterator[Sequence[_Item]]:
-    if len(items) <= _BATCH_GROUPS and sum(map(num_bytes, items)) <= _BATCH_BYTES:
-        if items:
-            yield items
-        return
-    start, size = 0, 0
-    for position, item in enumerate(items):
-        size += num_bytes(item)
-        is_full = position - start == _BATCH_GROUPS or size > _BATCH_BYTES
-        if is_full and position > start:
-            yield items[start:position]
-            start, size = position, num_bytes(item)
-    if start < len(items):
-        yield items[start:]
-
-
-def _by_stream(leases: Sequence[Lease]) -> Iterator[tuple[Stream, Sequence[Lease]]]:
-    for stream, group in itertools.groupby(leases, lambda lease: lease.stream):
-        for batch in _batches(list(group)):
-            yield stream, batch
-
-
-def _entry_ids(leases: Sequence[Lease]) -> list[bytes]:
-    return [lease.entry_id for lease in leases]
-
-
-def _ids_and_versions(entries: Sequence[Entry]) -> tuple[list[str], list[str]]:
-    return [entry.group_id for entry in entries], [str(entry.weight_version) for entry in entries]
-
-
-def _unheld(leases: Sequence[Lease], held: Sequence[bool]) -> list[Lease]:
-    return [lease for lease, is_held in zip(leases, held, strict=True) if not is_held]
