@@ -36,7 +36,9 @@ _MAX_ATTEMPTS = 8
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 10.0
 _LONGEST_ABSENCE_S = 5.0  # between two looks at a server that is out of rotation
 _LAST_UPDATE_S = 5.0  # that one which has begun may take when the engine is closed
-_FETCH_SETTINGS = {"store", "credits", "poll_s", "server_public_key", "max_model_bytes"}
+_FETCH_SETTINGS = {  # key files are meant on the server's machine
+    "store", "credits", "poll_s", "server_public_key", "client_secret_key_file", "shared_key_file", "max_model_bytes",
+}  # fmt: skip
 
 log = get_logger()
 
