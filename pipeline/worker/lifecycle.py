@@ -11,6 +11,7 @@ end. A worker leaves no lease, registry entry or thread behind.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Awaitable, Callable
 
@@ -78,7 +79,8 @@ def _exit_code(live: Callable[[], None]) -> int:
 
 def _say_why(error: str) -> None:
     """The last line of a worker that failed, the same in every log format; `up` tells crashes apart by it."""
-    sys.stderr.write(f"error: {masked(' '.join(error.split()))}\n")
+    with contextlib.suppress(OSError):  # the exit code says it, too
+        sys.stderr.write(f"error: {masked(' '.join(error.split()))}\n")
 
 
 class _Life:

@@ -131,8 +131,10 @@ class ExitGuard:
             self._timer.cancel()
 
     def _end(self) -> None:
-        sys.stderr.flush()
-        os._exit(self.code)
+        try:
+            sys.stderr.flush()
+        finally:  # whether or not there is room for it
+            os._exit(self.code)
 
 
 def _expected_parent() -> int | None:
