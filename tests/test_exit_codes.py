@@ -71,6 +71,19 @@ def test_mistake_of_the_user_is_2_in_one_line(settings: Settings, capsys: pytest
     assert "Traceback" not in said
 
 
+def test_last_words_that_find_no_room_leave_the_exit_code_as_it_is(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    with open(os.dup(2), "w", buffering=1) as stream:
+        os.dup2(full, stream.fileno())
+        os.close(full)
+        monkeypatch.setattr("sys.stderr", stream)
+        assert run_worker("scorer", settings(), misreads) == 2
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
+
+
 @pytest.mark.parametrize(
     ("error", "code"), [(ServiceUnavailableError("nobody answers"), 3), (DrainTimeoutError("it took too long"), 4)]
 )

@@ -65,10 +65,6 @@ def test_a_complaint_that_finds_no_room_leaves_the_exit_code_as_it_is(tmp_path: 
     assert rollstream(("config", "nonsense"), tmp_path, "2>&-").returncode == 2
 
 
-def test_a_worker_that_cannot_say_why_it_ends_ends_with_its_exit_code(tmp_path: Path) -> None:
-    assert rollstream(("scorer", "--set=redis.url='embedded'"), tmp_path, "2> /dev/full").returncode == 2
-
-
 @pytest.mark.parametrize(
     ("redirection", "said"),
     [
