@@ -71,7 +71,9 @@ def assert_made_in(turns: Turns, rollouts: Sequence[RolloutGroup]) -> None:
 async def test_the_two_are_never_active_at_once_and_the_run_completes(
     tmp_path: Path, valkey_url: str, run_name: str
 ) -> None:
-    async with running(tmp_path, valkey_url, run_name, *settings(tmp_path)) as run:
+    # One group at a time of the twelve that wait: the fourth is in flight when three are scored, however slowly.
+    one_by_one = settings(tmp_path, **{"generation.max_num_seqs": 4})
+    async with running(tmp_path, valkey_url, run_name, *one_by_one) as run:
         rollouts: list[RolloutGroup] = []
         watching = asyncio.create_task(watch(run, rollouts))
         trainer, generator = run.start("trainer"), run.start("generator")
