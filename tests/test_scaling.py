@@ -114,7 +114,7 @@ async def test_an_up_that_ends_has_no_numbers_to_change(crew: tuple[Watch, Super
     assert scaler.numbers == {GENERATOR: 1, SCORER: 0}
     supervisor.stop()
     assert scaler.numbers == {}
-    await watch.until(lambda: watch.codes("trainer") == [0])
+    await watch.until(lambda: watch.codes("trainer") == watch.codes("generator-1") == [0])
 
 
 @pytest.mark.parametrize("words", ["generators", "generators=x", "trainers=2", "generators=-1", "generators=999", "=1"])
