@@ -63,6 +63,12 @@ class WeightMetrics(MetricTable):
         "Rising: the store is full or out of reach; generators stay at the version that is there.",
         roles=_TRAINER,
     )
+    weight_put_back_total = counter(
+        "files",
+        "Files of the newest version in weights.store that were gone or not what was written, and were put back.",
+        "Should stay at 0: somebody cleans up there, or its disk cannot be trusted.",
+        roles=_TRAINER,
+    )
     weight_bytes_total = counter(
         "bytes", "Sent over the weight channel, or received.", "Its rate is the load of the line.", roles=_BOTH
     )
@@ -74,6 +80,14 @@ class WeightMetrics(MetricTable):
     )
     weight_patched_total = counter(
         "versions", "Versions of which only what changed was sent.", "The others came whole.", roles=_GENERATOR
+    )
+    weight_pieces_wrong_total = counters(
+        "reason",
+        unit="pieces",
+        help="Tiles and other parts of weights that were not what their hash says, or did not come.",
+        reading="Rising: the line, weights.store or its disk; nothing of it is served, and it is fetched again.",
+        roles=_GENERATOR,
+        starts={"generator": ("corrupt", "lost", "refused")},
     )
     weight_failures_total = counter(
         "versions",

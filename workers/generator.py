@@ -32,6 +32,7 @@ from pipeline.worker.stage import HandBack, Stage
 from pipeline.worker.turns import Alternation, DeviceTurn
 
 _FRESHNESS_WAIT_S = 0.5
+_COUNT_EVERY_S = 2.0
 
 
 class GenerationWork:
@@ -162,6 +163,7 @@ class WeightFollower:
         with contextlib.closing(self._subscriber), contextlib.ExitStack() as stack:
             if self._relay is not None:
                 stack.callback(asyncio.create_task(self._announce(self._relay.start())).cancel)
+            stack.callback(asyncio.create_task(self._count_what_is_wrong()).cancel)
             while True:
                 await self._follow_one()
 
@@ -216,6 +218,17 @@ class WeightFollower:
         self._context.set_ready(False)
         self._context.set_status(weight_version=None)
         await self._context.wait_for_any(timeout_s=self._context.config.weights.poll_s)
+
+    async def _count_what_is_wrong(self) -> None:
+        """Also while no version can be had, which is when somebody looks."""
+        before = {"corrupt": 0, "lost": 0, "refused": 0}
+        while True:
+            stats = self._subscriber.stats
+            now = {"corrupt": stats.num_corrupt_tiles, "lost": stats.num_lost_tiles, "refused": stats.num_refused}
+            for reason, count in now.items():
+                self._context.metrics.weight_pieces_wrong_total.labels(reason=reason).inc(count - before[reason])
+            before = now
+            await asyncio.sleep(_COUNT_EVERY_S)
 
     def _count_transfer(self) -> None:
         stats, before = self._subscriber.stats, self._counted

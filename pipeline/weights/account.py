@@ -44,6 +44,7 @@ class Account:
         )
         metrics.weight_bytes_total.inc(stats.server.num_bytes - before.server.num_bytes)
         metrics.weight_store_failures_total.inc(stats.num_failures - before.num_failures)
+        metrics.weight_put_back_total.inc(stats.num_put_back - before.num_put_back)
         for reason, count in stats.server.unwelcome.items():
             metrics.weight_unwelcome_total.labels(reason=reason).inc(count - before.server.unwelcome[reason])
             self._tell(reason, count)

@@ -41,6 +41,7 @@ class PublisherStats:
 
     publish_s: seconds spent in `publish`, all told. encode_s: hashing and comparing versions, wherever
     that was done. server: what was sent. num_failures: attempts to write a version into a store.
+    num_put_back: files there that were gone, or not what was written.
     """
 
     num_versions: int
@@ -50,6 +51,7 @@ class PublisherStats:
     server: ServerStats
     encode_s: float = 0.0
     num_failures: int = 0
+    num_put_back: int = 0
 
 
 class WeightPublisher:

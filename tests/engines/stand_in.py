@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from pipeline.engines.vllm_pull import WeightPull
+
 SERVER_INFO: dict[str, Any] = {
     "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 128, "return_sampling_mask": False},
     "weight_transfer_config": {"backend": "rollstream"},
@@ -23,7 +25,8 @@ class StandIn(ThreadingHTTPServer):
     """behave: what a request for tokens gets; the handler and the number of the request, from 1.
 
     num_requests: for tokens. paths: of all requests. label: of the weights. refuses: paths that get a 500.
-    ignores: paths that get no answer. is_healthy: what the server says of its engine.
+    ignores: paths that get no answer. is_healthy: what the server says of its engine. pull: what its worker
+    fetches weights with; it then shares no memory with anybody.
     """
 
     daemon_threads = True
@@ -38,6 +41,7 @@ class StandIn(ThreadingHTTPServer):
         self.refuses: set[str] = set()
         self.ignores: set[str] = set()
         self.is_healthy = True
+        self.pull: WeightPull | None = None
         self.headers: list[dict[str, str]] = []
         self.is_over = threading.Event()
         self._counting = threading.Lock()
@@ -87,9 +91,20 @@ class Handler(BaseHTTPRequestHandler):
             return self.hang()
         if self.path in self.server.refuses:
             return self.send(500, {"error": {"message": "it does not fit", "code": 500}})
+        if self.server.pull is not None and self.path in {"/init_weight_transfer_engine", "/collective_rpc"}:
+            return self.fetch(self.server.pull, body)
         if self.path == "/finish_weight_update" and body:
             self.server.label = body["weight_version"]
         return self.send(200, {})
+
+    def fetch(self, pull: WeightPull, body: dict[str, Any]) -> None:
+        """As the worker of a server elsewhere answers."""
+        info = body.get("init_info", {})
+        if "shared" in info:
+            return self.send(500, {"error": {"message": "it cannot be mapped", "code": 500}})
+        if "publisher" in info:
+            pull.follow(info["publisher"], info["settings"], newer_than=info["newer_than"])
+        return self.send(200, {"results": [pull.status]})
 
     def send(self, status: int, body: object) -> None:
         content = json.dumps(body).encode()

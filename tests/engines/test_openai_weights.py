@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import secrets
+from pathlib import Path
 
 import pytest
+import zmq
 
+from pipeline.config import WeightSettings
+from pipeline.engines.openai import OpenAiEngine
+from pipeline.engines.vllm_pull import WeightPull
 from pipeline.errors import WeightError
 from pipeline.messages import VersionSpan
-from tests.engines.conftest import Serve, Start, group_of, load, state_of
+from pipeline.weights import WeightPublisher
+from tests.engines.conftest import Serve, Start, group_of, load, openai_config, state_of
 from tests.engines.stand_in import SERVER_INFO, fine
+from tests.weights.states import at, same
 
 pytest.importorskip("aiohttp")
 
@@ -88,3 +97,41 @@ async def test_weights_wait_for_a_server_that_is_not_there_yet(serve: Serve, sta
     async with asyncio.timeout(60):
         await applying
     assert engine.weight_version == 0
+
+
+@pytest.mark.parametrize("guard", ["curve", "shared_key"])
+async def test_servers_that_fetch_weights_for_themselves_show_the_keys_that_the_trainer_asks_for(
+    serve: Serve, tiny_model, tmp_path, guard: str
+) -> None:
+    secret, client, shared = tmp_path / "server.key", tmp_path / "client.key", tmp_path / "shared.key"
+    public, client_public = (new_key(path) for path in (secret, client))
+    shared.write_text(secrets.token_hex(32))
+    theirs, ours = {
+        "curve": (
+            {"server_secret_key_file": str(secret), "allowed_keys": [client_public]},
+            {"server_public_key": public, "client_secret_key_file": str(client)},
+        ),
+        "shared_key": ({"shared_key_file": str(shared)}, {"shared_key_file": str(shared)}),
+    }[guard]
+    server, state = serve(fine), state_of(load(tiny_model), 3)
+    server.pull = WeightPull()
+    config = openai_config(tiny_model, server.url)
+    config = config.model_copy(update={"weights": WeightSettings.model_validate(ours | {"poll_s": 0.05})})
+    with WeightPublisher(WeightSettings.model_validate(theirs)) as publisher, contextlib.closing(server.pull):
+        engine = OpenAiEngine(config, resolve=at(publisher.start()))
+        publisher.publish(state)
+        try:
+            await engine.start()
+            async with asyncio.timeout(60):
+                await engine.apply_weights(state)
+            assert engine.weight_version == 3
+            assert same(server.pull.take(3), state)
+        finally:
+            await engine.close()
+
+
+def new_key(path: Path) -> str:
+    """The public key of a secret in that file."""
+    public, secret = zmq.curve_keypair()
+    path.write_bytes(secret)
+    return public.decode()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import SCRIPTED, running
+from tests.integration.harness import SCRIPTED, Run, running
+from tests.integration.processes import Worker
 
 pytestmark = pytest.mark.timeout(180)
 
 
-async def test_a_whole_run_goes_through_a_directory_and_survives_the_death_of_its_trainer(
+async def test_a_run_through_a_directory_survives_the_death_of_its_trainer_and_a_file_that_is_cut_off(
     tmp_path: Path, valkey_url: str, run_name: str
 ) -> None:
     store = tmp_path / "store"
@@ -22,6 +24,12 @@ async def test_a_whole_run_goes_through_a_directory_and_survives_the_death_of_it
         await run.until_steps(6)
         endpoints = await run.fleet.endpoints()
         trainer.kill()
+        folder = store / str(endpoints and endpoints.folder)
+        newest = max(folder.glob("*.tiles-*"))
+        newest.write_bytes(newest.read_bytes()[:-1])
+        joiner = run.start("generator", "weights.share_on_host=false")
+        await run.until(lambda: bool(joiner.events_named("weights_not_read")), "a reader that says what is wrong")
+        await run.until(partial(is_counted, run, joiner), "a wrong piece that is counted")
         run.start("trainer")
         await run.until_over()
         versions = {
@@ -38,3 +46,7 @@ async def test_a_whole_run_goes_through_a_directory_and_survives_the_death_of_it
         names = [path.name for path in (store / endpoints.folder).iterdir()]
         assert "current" in names
         assert len({name[:19] for name in names if name.endswith(".manifest")}) <= 3
+
+
+async def is_counted(run: Run, worker: Worker) -> bool:
+    return await run.metric(worker, "rollstream_weight_pieces_wrong_total", reason="corrupt") >= 1

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 
 from pipeline.weights.codec import Encoder
-from pipeline.weights.store.folder import Folder, open_folder
+from pipeline.weights.store.folder import Folder, Stamp, open_folder
 from pipeline.weights.store.writer import Writer
 from tests.weights.drift import drifted
 from tests.weights.stores import FILE_BYTES
@@ -41,8 +41,8 @@ class Slow(Folder):
     def remove(self, name: str) -> None:
         self._folder.remove(name)
 
-    def names(self) -> list[str]:
-        return self._folder.names()
+    def stamps(self) -> dict[str, Stamp]:
+        return self._folder.stamps()
 
 
 def say(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from pipeline.metrics import Metrics
+from pipeline.weights.account import Account
 from pipeline.weights.codec import Encoder
 from pipeline.weights.store.folder import open_folder
 from pipeline.weights.store.pointer import decode_pointer
@@ -129,6 +132,74 @@ async def test_before_the_first_version_nothing_is_missed(tmp_path: Path) -> Non
             publisher.publish(state_of(1))
             assert same(await waiting, state_of(1))
     assert [entry for entry in logs if entry["log_level"] != "debug"] == []
+
+
+def flipped(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+DAMAGES = [lambda data: data[:-100], lambda data: b"", flipped, lambda data: data + b"more"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=["cut off", "empty", "changed", "too long"])
+@pytest.mark.parametrize("ending", [".tiles-000003", ".manifest"])
+def test_files_that_are_there_and_wrong_are_written_again(
+    store: str, ending: str, damage: Callable[[bytes], bytes]
+) -> None:
+    folder = open_folder(store, RUN)
+    with writing(store) as (writer, encoder):
+        for version in (0, 1):
+            writer.write(encoder.encode(drifted(version)), go_on)
+            writer.sweep()  # as a publisher does behind each version
+        name = max(name for name in folder.names() if name.endswith(ending))
+        good = folder.read(name, FILE_BYTES * 2)
+        folder.write(name, [damage(good)])
+        assert writer.mend(go_on) == [name]
+        assert folder.read(name, FILE_BYTES * 2) == good
+        assert writer.mend(go_on) == []
+
+
+def test_a_file_that_was_only_touched_is_read_and_left_alone(tmp_path: Path) -> None:
+    with writing(str(tmp_path)) as (writer, encoder):
+        writer.write(encoder.encode(drifted(0)), go_on)
+        writer.sweep()
+        num_bytes = writer.stats.num_bytes
+        for path in (tmp_path / RUN).iterdir():
+            os.utime(path, (1, 1))
+        assert writer.mend(go_on) == []
+        assert writer.stats.num_bytes == num_bytes
+
+
+def test_what_rots_without_a_new_date_is_found_when_its_turn_comes(tmp_path: Path) -> None:
+    with writing(str(tmp_path)) as (writer, encoder):
+        writer.write(encoder.encode(drifted(0)), go_on)
+        writer.sweep()
+        files = sorted(path for path in (tmp_path / RUN).iterdir() if path.name != "current")
+        for path in (files[0], files[-1]):
+            status = path.stat()
+            path.write_bytes(flipped(path.read_bytes()))
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        found = [name for _ in files for name in writer.mend(go_on)]
+        assert sorted(found) == [files[0].name, files[-1].name]
+
+
+async def test_a_reader_counts_what_is_wrong_and_gets_the_version_once_it_is_put_back(store: str) -> None:
+    settings, folder = settings_for(store), open_folder(store, RUN)
+    with publishing(settings, look_every_s=SOON_S) as publisher, capture_logs() as logs:
+        account = Account(publisher, metrics := Metrics("r", "trainer", "w"))
+        publisher.publish(state_of(1))
+        await written(publisher)
+        name = max(name for name in folder.names() if ".tiles-" in name)
+        folder.write(name, [flipped(folder.read(name, FILE_BYTES))])
+        async with StoreSubscriber(settings, resolve=at(endpoints())) as subscriber:
+            waiting = asyncio.create_task(next_within(subscriber, None))
+            await until(lambda: subscriber.stats.num_corrupt_tiles >= 1 or waiting.done())
+            assert same(await waiting, state_of(1))
+        await until(lambda: publisher.stats.num_put_back == 1)
+        account.update()
+        assert metrics.weight_put_back_total._value.get() == 1
+    assert [entry["first"] for entry in logs if entry["event"] == "weights_put_back"] == [name]
 
 
 def test_nothing_is_written_while_all_is_there(store: str) -> None:

@@ -186,6 +186,12 @@ _TROUBLE = Row(
             "Versions that weights.store did not take: it is full or out of reach.",
             Query(total("weight_store_failures_total", TRAINER), "versions"),
         ),
+        graph(
+            "Wrong pieces per second",
+            "Not what their hash says, or not there: nothing of it is served, and it is fetched again.",
+            Query(total("weight_pieces_wrong_total", GENERATORS, "reason"), "{{reason}}"),
+            Query(total("weight_put_back_total", TRAINER), "files put back"),
+        ),
     ),
 )
 

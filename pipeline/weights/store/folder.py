@@ -30,6 +30,10 @@ _WHOLE_PUTS = {
     "az": "adlfs",
 }
 _ASIDE = ".writing"  # behind the name of a file that is not whole
+# What the stores' own libraries call that which changes with a file's content.
+_TAGS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime", "created")
+
+Stamp = tuple[int, str]  # bytes of a file, and what is another when it has been written again
 
 
 class Folder(ABC):
@@ -52,8 +56,12 @@ class Folder(ABC):
         """A file that may be gone already."""
 
     @abstractmethod
+    def stamps(self) -> dict[str, Stamp]:
+        """What is there, by name; nothing where there is no such folder."""
+
     def names(self) -> list[str]:
-        """What is there; nothing where there is no such folder."""
+        """Their names."""
+        return list(self.stamps())
 
 
 def check_store(url: str) -> None:
@@ -139,11 +147,14 @@ class LocalFolder(Folder):
     def remove(self, name: str) -> None:
         (self._path / name).unlink(missing_ok=True)
 
-    def names(self) -> list[str]:
-        try:
-            return [entry.name for entry in self._path.iterdir()]
-        except FileNotFoundError:
-            return []
+    def stamps(self) -> dict[str, Stamp]:
+        found: dict[str, Stamp] = {}
+        with suppress(FileNotFoundError), os.scandir(self._path) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # it went meanwhile
+                    status = entry.stat()
+                    found[entry.name] = status.st_size, f"{status.st_mtime_ns}"
+        return found
 
     def _keep_names(self) -> None:
         """Renames outlast a power cut once the directory has been written."""
@@ -177,13 +188,19 @@ class RemoteFolder(Folder):
         with _as_os_error(name), suppress(FileNotFoundError):
             self._filesystem.rm_file(f"{self._path}/{name}")
 
-    def names(self) -> list[str]:
+    def stamps(self) -> dict[str, Stamp]:
         with _as_os_error(self._path):
             try:
-                found = self._filesystem.ls(self._path, detail=False)
+                found = self._filesystem.ls(self._path, detail=True)
             except FileNotFoundError:
-                return []
-        return [str(path).rpartition("/")[2] for path in found]
+                return {}
+        return {
+            str(entry["name"]).rpartition("/")[2]: (
+                int(entry.get("size") or 0),
+                " ".join(str(entry[tag]) for tag in _TAGS if tag in entry),
+            )
+            for entry in found
+        }
 
 
 @contextmanager

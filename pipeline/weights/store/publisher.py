@@ -66,6 +66,7 @@ class StorePublisher:
         self._thread: threading.Thread | None = None
         self._num_versions = 0
         self._num_failures = 0
+        self._num_put_back = 0
         self._publish_s = 0.0
 
     def start(self) -> Endpoints:
@@ -131,6 +132,7 @@ class StorePublisher:
             encode_s=self._publish_s,
             server=replace(self._writer.stats),
             num_failures=self._num_failures,
+            num_put_back=self._num_put_back,
         )
 
     def close(self) -> None:
@@ -198,7 +200,7 @@ class StorePublisher:
                 self._sweep()
 
     def _mend(self) -> None:
-        """What is readable has been removed, perhaps by somebody who cleaned up: put it back."""
+        """What is readable has been removed or changed, by somebody who cleaned up or a disk that rots: put it back."""
         version = self._newest
         try:
             lost = self._writer.mend(self._check_time)
@@ -209,14 +211,16 @@ class StorePublisher:
             self._problem = problem
             return
         self._problem = ""
+        self._num_put_back += len(lost)
         if lost:
             log.warning(
                 "weights_put_back",
                 weight_version=version,
                 num_files=len(lost),
                 first=lost[0],
-                reason="somebody removed or changed them",
-                way_out=f"leave {self._run} in weights.store = {self._settings.store!r} alone until the run has ended",
+                reason="they were removed, cut off or changed",
+                way_out=f"leave {self._run} in weights.store = {self._settings.store!r} alone until the run has "
+                "ended; if nobody touched it, mistrust its disk",
             )
 
     def _is_settled(self, item: WeightObject, *, is_last: bool, wait_s: float) -> bool:

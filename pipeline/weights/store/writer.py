@@ -34,6 +34,7 @@ from pipeline.weights.store.pointer import (
     stem,
     version_of,
 )
+from pipeline.weights.store.upkeep import Upkeep
 
 _WRITES = 4  # files at once: an object store is slow at one, and quick at many
 _WORTHWHILE = 0.5  # of a snapshot: patches that weigh more are not kept
@@ -69,6 +70,7 @@ class Writer:
         self._grace_s = grace_s
         self._makes_patches = makes_patches
         self._clock = clock
+        self._upkeep = Upkeep(folder)
         self._threads = ThreadPoolExecutor(_WRITES, "weight-files")
         self._pointer: Pointer | None = None
         self._newest: WeightObject | None = None  # whose files can be put back, and from which patches start
@@ -126,11 +128,12 @@ class Writer:
             self._protect(stem(self._pointer.weight_version, self._pointer.root))
         self._pointer, self._under_way = pointer, ""
         self._newest = item
+        self._upkeep.forget()
         self._patches = None
         self._done.clear()
 
     def mend(self, check_time: Callable[[], None]) -> list[str]:
-        """Put back what is gone of the newest version, of which nothing is being written; returns what it was.
+        """Put back what is gone or changed of the newest version, while nothing is written; returns what it was.
 
         Nothing where another publisher's version is the newest. Raises OSError; it may be repeated.
         """
@@ -141,8 +144,7 @@ class Writer:
         is_ours = there is None or there.session == self._session or there.weight_version < pointer.weight_version
         if not is_ours:
             return []
-        names = set(self._folder.names())
-        lost = [file for file in snapshot_files(item, self._file_bytes) if file[0] not in names]
+        lost = self._upkeep.wrong([*snapshot_files(item, self._file_bytes)], self._folder.stamps())
         if there == pointer and not lost:
             return []
         self._folder.create()
@@ -175,7 +177,9 @@ class Writer:
         if pointer is not None:
             whole.add(stem(pointer.weight_version, pointer.root))
             steps |= {stem(step.weight_version, step.root) for step in pointer.steps}
-        for name in self._folder.names():
+        stamps = self._folder.stamps()
+        self._upkeep.note(stamps)
+        for name in stamps:
             found = split_name(without_aside(name))
             is_kept = found is not None and found[0] in (steps if found[1] else whole)
             if is_aside(name) or (found is not None and not is_kept):
