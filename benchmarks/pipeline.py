@@ -8,6 +8,7 @@ more with new weights every two seconds.
 
     python -m benchmarks.pipeline --json
     python -m benchmarks.pipeline --engine vllm --json
+    python -m benchmarks.pipeline --engine vllm_135m --json
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.pipeline_cases import CASES, DEFAULT, Case, prepare
 from benchmarks.report import report
 from pipeline.config import Config
 from pipeline.embedded import EmbeddedServer
@@ -52,16 +54,6 @@ _METRICS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One engine and how much it has to do. num_heads: of its model."""
-
-    engine: str
-    num_groups: int
-    overrides: tuple[str, ...]
-    num_heads: int = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Piped:
     """Through the pipeline. pause_s: mean over weight updates. busy_ratio: of the generator while it was measured."""
 
@@ -70,31 +62,6 @@ class Piped:
     busy_ratio: float
 
 
-CASES = {
-    "scripted": Case(
-        engine="scripted",
-        num_groups=384,
-        overrides=(
-            "generation.scripted.tokens_per_s=200",
-            "generation.scripted.length_mean=96",
-            "generation.scripted.length_sigma=0.5",
-            "generation.max_tokens=512",
-            "generation.max_num_seqs=256",
-        ),
-    ),
-    "transformers": Case(
-        engine="transformers",
-        num_groups=96,
-        overrides=("generation.max_tokens=64", "generation.max_num_seqs=128", "generation.num_threads=1"),
-    ),
-    "vllm": Case(
-        engine="vllm",
-        num_groups=384,
-        overrides=("generation.max_tokens=64", "generation.max_num_seqs=64", "generation.num_threads=1"),
-        num_heads=3,
-    ),
-}
-DEFAULT = ("scripted", "transformers")  # what needs nothing more to be installed
 UPDATE_EVERY_S = 2.0
 
 
@@ -116,34 +83,6 @@ def _overrides(case: Case, directory: Path, url: str) -> list[str]:
 
 def _load(overrides: Sequence[str]) -> Config:
     return load_config([], environ={}, overrides=list(overrides))
-
-
-def _prepare(case: Case, directory: Path) -> None:
-    """A tiny model and prompts of varied length."""
-    if case.engine == "scripted":
-        return
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from pipeline.demo.task import END, VOCABULARY, save_tokenizer
-    from pipeline.models.loading import quiet
-
-    config = LlamaConfig(
-        vocab_size=len(VOCABULARY),
-        hidden_size=96,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=case.num_heads,
-        num_key_value_heads=case.num_heads,
-        max_position_embeddings=128,
-        bos_token_id=None,
-        eos_token_id=VOCABULARY[END],
-        pad_token_id=VOCABULARY[END],
-    )
-    with quiet():
-        LlamaForCausalLM(config).save_pretrained(directory / "model")  # type: ignore[no-untyped-call]
-    save_tokenizer(directory / "model")
-    rows = [json.dumps({"prompt": "abcdefg"[: 3 + index % 5] + ">"}) for index in range(64)]
-    (directory / "prompts.jsonl").write_text("\n".join(rows) + "\n")
 
 
 def _groups(config: Config, number: int) -> list[PromptGroup]:
@@ -301,20 +240,20 @@ def measure(case: Case, rounds: int) -> dict[str, float]:
     updated: list[Piped] = []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
-            _prepare(case, Path(folder))
+            prepare(case, Path(folder))
             bare.append(_measure_bare(_overrides(case, Path(folder), "redis://unused"), case.num_groups))
             piped.append(_measure_piped(case, Path(folder), 0.0))
             if case.engine == "vllm":
                 updated.append(_measure_piped(case, Path(folder), UPDATE_EVERY_S))
     pairs = [through.tokens_per_s / alone["tokens_per_s"] for through, alone in zip(piped, bare, strict=True)]
     results = {
-        f"{case.engine}_ratio": statistics.median(pairs),
-        f"{case.engine}_ratio_worst": min(pairs),
-        f"{case.engine}_bare_tokens_per_s": statistics.median(row["tokens_per_s"] for row in bare),
-        f"{case.engine}_pipeline_tokens_per_s": statistics.median(row.tokens_per_s for row in piped),
+        f"{case.name}_ratio": statistics.median(pairs),
+        f"{case.name}_ratio_worst": min(pairs),
+        f"{case.name}_bare_tokens_per_s": statistics.median(row["tokens_per_s"] for row in bare),
+        f"{case.name}_pipeline_tokens_per_s": statistics.median(row.tokens_per_s for row in piped),
     }
     if updated:
-        results |= _with_updates(bare, updated)
+        results |= _with_updates(case.name, bare, updated)
     return {name: round(value, 3 if value < 100 else None) for name, value in results.items()}
 
 
@@ -324,10 +263,12 @@ def _measure_piped(case: Case, folder: Path, update_every_s: float) -> Piped:
         return asyncio.run(_through_the_pipeline(overrides, case.num_groups, update_every_s))
 
 
-def _with_updates(bare: Sequence[dict[str, float]], updated: Sequence[Piped]) -> dict[str, float]:
+def _with_updates(name: str, bare: Sequence[dict[str, float]], updated: Sequence[Piped]) -> dict[str, float]:
     rows = list(zip(updated, bare, strict=True))
     return {
-        "vllm_ratio_with_updates": statistics.median(row.tokens_per_s / alone["tokens_per_s"] for row, alone in rows),
+        f"{name}_ratio_with_updates": statistics.median(
+            row.tokens_per_s / alone["tokens_per_s"] for row, alone in rows
+        ),
         "pause_vs_apply": statistics.median(row.pause_s / alone["apply_s"] for row, alone in rows),
         "generator_busy_ratio": statistics.median(row.busy_ratio for row in updated),
         "pause_s": statistics.median(row.pause_s for row in updated),
@@ -339,7 +280,9 @@ def main() -> None:
     """Measure the engines that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.add_argument("--engine", choices=[*CASES, "all"], default="all", help="all: without vLLM")
+    parser.add_argument(
+        "--engine", choices=[*(case.name for case in CASES), "all"], default="all", help="all: without vLLM"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="pairs to measure")
     parser.add_argument("--bare", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -347,7 +290,9 @@ def main() -> None:
         overrides, num_groups = json.loads(arguments.bare)
         print(json.dumps(asyncio.run(_bare(overrides, num_groups))))
         return
-    cases = [CASES[name] for name in (DEFAULT if arguments.engine == "all" else [arguments.engine])]
+    cases = [
+        case for case in CASES if case.name == arguments.engine or (arguments.engine == "all" and case.name in DEFAULT)
+    ]
     results: dict[str, float] = {}
     for case in cases:
         results |= measure(case, arguments.rounds)
