@@ -11,7 +11,8 @@ from typing import TypeVar
 import pytest
 from redis.asyncio import Redis
 
-from pipeline.checks.doctor import Level, examine
+from pipeline.checks.doctor import examine
+from pipeline.checks.findings import Level
 from pipeline.config import QueueSettings, RedisSettings
 from pipeline.embedded import EmbeddedServer
 from pipeline.fleet import Fleet

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import redis as sync_redis
 
-from pipeline.checks.doctor import Finding, Level, examine, render
+from pipeline.checks.doctor import examine
+from pipeline.checks.findings import Finding, Level, render
 from pipeline.config import Config
 from pipeline.embedded import EmbeddedServer
 from pipeline.settings.files import load_config

@@ -223,7 +223,8 @@ def _trial(report: Report) -> None:
 
 def _server(report: Report) -> None:
     """Never a problem: the server may be started later, or be out of reach from here."""
-    from pipeline.checks.doctor import Level, examine_server
+    from pipeline.checks.findings import Level
+    from pipeline.checks.server import examine_server
     from pipeline.local.server_address import is_without_server
 
     config = report.config

@@ -10,25 +10,18 @@ import asyncio
 import platform
 import shutil
 import sys
-from collections.abc import Iterable
-from contextlib import ExitStack
-from dataclasses import dataclass
-from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import psutil
-import redis
 from packaging.requirements import Requirement
 
+from pipeline.checks.findings import Finding, Level
+from pipeline.checks.server import examine_server
 from pipeline.config import Config
-from pipeline.embedded import EmbeddedServer
 from pipeline.engines.vllm_options import WAY_TO_GET_IT, installed_version
 from pipeline.errors import RollstreamError
 from pipeline.local.cores import available_cores, visible_gpus
-from pipeline.local.server_address import find_server
-from pipeline.queues.connection import refusal
-from pipeline.settings.files import mask_url
 
 _DISTRIBUTION = "rollstream"
 _EXTRAS = {
@@ -41,31 +34,7 @@ _EXTRAS = {
     "plot": "the learning curve as a picture",
 }
 _MIN_PYTHON = (3, 11)
-_MIN_SERVER = (7, 0)
 _MIN_MEMORY_BYTES = 2 << 30
-_PING_TIMEOUT_S = 3.0
-
-
-class Level(StrEnum):
-    """How much a finding matters."""
-
-    OK = "ok"
-    HINT = "hint"
-    ERROR = "error"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing that was looked at. way_out: what to do, empty where all is well."""
-
-    subject: str
-    level: Level
-    text: str
-    way_out: str = ""
-
-    @property
-    def is_ok(self) -> bool:
-        return self.level is not Level.ERROR
 
 
 def examine(config: Config) -> list[Finding]:
@@ -81,16 +50,6 @@ def examine(config: Config) -> list[Finding]:
         _test_server(),
         _run_dir(config),
     ]
-
-
-def render(findings: Iterable[Finding]) -> str:
-    """Findings as text, one or two lines each."""
-    lines: list[str] = []
-    for finding in findings:
-        lines.append(f"{finding.level:<5}  {finding.subject:<12}  {finding.text}")
-        if finding.way_out:
-            lines.append(f"{'':<21}-> {finding.way_out}")
-    return "\n".join(lines)
 
 
 def _python() -> Finding:
@@ -181,64 +140,6 @@ def _gpus() -> Finding:
         return Finding(subject="gpu", level=Level.OK, text=names)
     text = f"{len(devices)} NVIDIA devices, but torch {torch.__version__} cannot use them"
     return Finding(subject="gpu", level=Level.ERROR, text=text, way_out="install a CUDA build of torch and its driver")
-
-
-def examine_server(config: Config) -> list[Finding]:
-    """The server of the settings; where it is to be embedded, a running one or a trial start."""
-    url = config.redis.url.get_secret_value()
-    with ExitStack() as stack:
-        if config.redis.is_embedded:
-            found = find_server(config.run_dir)
-            try:
-                url = found or stack.enter_context(EmbeddedServer.start()).url
-            except RollstreamError as error:
-                return [Finding(subject="redis", level=Level.ERROR, text=str(error))]
-            return _ask_server(url, "embedded server", without_file=None)
-        is_asked_for = config.redis.must_persist
-        return _ask_server(url, mask_url(url), without_file=Level.ERROR if is_asked_for else Level.HINT)
-
-
-def _ask_server(url: str, name: str, *, without_file: Level | None) -> list[Finding]:
-    """without_file: how bad it is that it keeps no append-only file."""
-    try:
-        with redis.Redis.from_url(
-            url, protocol=2, socket_timeout=_PING_TIMEOUT_S, socket_connect_timeout=_PING_TIMEOUT_S
-        ) as client:
-            info = client.info()
-            fsync = _appendfsync(client)
-    except (redis.RedisError, OSError, TypeError) as error:  # TypeError: a word in the URL that nobody knows
-        way_out = "start the server, or mend redis.url (REDIS_URL)"
-        text = f"{name} does not answer: {type(error).__name__}"
-        if why := refusal(error):
-            text, _, way_out = f"{name}: {why}".rpartition(": ")
-        return [Finding(subject="redis", level=Level.ERROR, text=text, way_out=way_out)]
-    kind = "Valkey" if info.get("server_name") == "valkey" else "Redis"
-    number = str(info.get("valkey_version") or info["redis_version"])
-    findings = [Finding(subject="redis", level=Level.OK, text=f"{name}: {kind} {number}")]
-    if tuple(int(part) for part in number.split(".")[:2]) < _MIN_SERVER:
-        text, way_out = f"{kind} {number} is too old", "use Redis 7.0 or Valkey 7.2, or newer"
-        findings.append(Finding(subject="redis", level=Level.ERROR, text=text, way_out=way_out))
-    if info.get("maxmemory_policy", "noeviction") != "noeviction":
-        text = f"maxmemory-policy = {info['maxmemory_policy']}: a full server would throw queues away"
-        findings.append(
-            Finding(subject="redis", level=Level.ERROR, text=text, way_out="set maxmemory-policy noeviction")
-        )
-    if without_file is not None and not info.get("aof_enabled"):
-        text = "appendonly is off: what is queued is lost when the server restarts"
-        way_out = "CONFIG SET appendonly yes, and the same in its configuration"
-        findings.append(Finding(subject="redis", level=without_file, text=text, way_out=way_out))
-    elif without_file is Level.ERROR and fsync not in {"always", None}:
-        text = f"appendfsync = {fsync}: what was answered just before the server's machine goes down is undone"
-        findings.append(Finding(subject="redis", level=Level.HINT, text=text, way_out="set appendfsync always"))
-    return findings
-
-
-def _appendfsync(client: redis.Redis) -> str | None:
-    """None where the server does not tell us."""
-    try:
-        return str(client.config_get("appendfsync")["appendfsync"])
-    except (redis.RedisError, KeyError):
-        return None
 
 
 def _generation_servers(config: Config) -> list[Finding]:

@@ -65,7 +65,8 @@ def config_schema() -> int:
 @as_json
 def doctor(sources: Sources, is_json: bool) -> int:
     """Say whether this machine has what rollstream needs."""
-    from pipeline.checks.doctor import examine, render
+    from pipeline.checks.doctor import examine
+    from pipeline.checks.findings import render
 
     findings = examine(sources.load())
     if is_json:

@@ -32,7 +32,8 @@ class RedisSettings(Section):
 
     url: SecretStr = Field(
         SecretStr(EMBEDDED),
-        description='"embedded": a private Valkey, for `demo` and `up`; else a redis://, rediss:// or unix:// URL.',
+        description='"embedded": a private Valkey, for `demo` and `up`; else a redis://, rediss:// or unix:// URL, or '
+        "redis+sentinel://host:port,host:port/service/0.",
     )
     must_persist: bool = Field(
         False,

@@ -38,8 +38,10 @@ from redis.exceptions import ConnectionError as Unreachable
 from redis.exceptions import TimeoutError as TooLate
 
 from pipeline.config import EMBEDDED, RedisSettings
+from pipeline.config.sentinel import SHAPE, SentinelUrl
 from pipeline.errors import ConfigError, RunConflictError, TrainerReplacedError
 from pipeline.keys import CONSUMER_GROUP, Keys
+from pipeline.queues.sentinel import PrimaryPool
 
 _Result = TypeVar("_Result")
 
@@ -72,16 +74,20 @@ def connect(settings: RedisSettings, url: str | None = None, *, retries: int = _
             'redis.url = "embedded" is for `rollstream up` and `rollstream demo`, which start the server. '
             "A worker on its own needs the server's URL: set REDIS_URL or redis.url, for example redis://host:6379"
         )
+    options = {
+        "protocol": 2,
+        "decode_responses": False,
+        "retry": Retry(ExponentialWithJitterBackoff(cap=_LONGEST_BACKOFF_S, base=_FIRST_BACKOFF_S), retries),
+        "socket_timeout": max(settings.socket_timeout_s, _MIN_SOCKET_TIMEOUT_S),
+        "socket_connect_timeout": _CONNECT_TIMEOUT_S,
+        "socket_read_size": _READ_BYTES,
+    }
+    kind = _Patient if retries else Redis
     try:
-        client = (_Patient if retries else Redis).from_url(
-            target,
-            protocol=2,
-            decode_responses=False,
-            retry=Retry(ExponentialWithJitterBackoff(cap=_LONGEST_BACKOFF_S, base=_FIRST_BACKOFF_S), retries),
-            socket_timeout=max(settings.socket_timeout_s, _MIN_SOCKET_TIMEOUT_S),
-            socket_connect_timeout=_CONNECT_TIMEOUT_S,
-            socket_read_size=_READ_BYTES,
-        )
+        if SentinelUrl.is_one(target):
+            client = kind.from_pool(PrimaryPool(SentinelUrl.parse(target), **options))
+        else:
+            client = kind.from_url(target, **cast(Any, options))
         pool = client.connection_pool
         pool.connection_class = type("WorkerConnection", (_WorkerConnection, pool.connection_class), {})
         cast(Any, pool).make_connection()  # a word in the URL that no connection knows shows here
@@ -89,7 +95,8 @@ def connect(settings: RedisSettings, url: str | None = None, *, retries: int = _
         scheme = target.partition("://")[0] if "://" in target else ""
         raise ConfigError(
             f"redis.url (scheme {scheme!r}, the rest is not shown) is not a Redis URL: "
-            "use redis://, rediss:// or unix://, for example redis://user:password@host:6379/0"
+            "use redis://, rediss:// or unix://, for example redis://user:password@host:6379/0, or "
+            f"{SHAPE}"
         ) from None
     client.set_response_callback("XREADGROUP", cast(Any, _as_sent))
     return client
@@ -148,8 +155,8 @@ def refusal(error: Exception) -> str | None:
 
 
 def passes(error: Exception) -> bool:
-    """Whether the server may accept the same call later: full, read-only, loading, busy, its disk full."""
-    names = ("OOM", "READONLY", "MISCONF", "LOADING", "BUSY ", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN")
+    """Whether the server may accept the same call later: full, read-only, loading, busy, its disk full, demoted."""
+    names = ("OOM", "READONLY", "MISCONF", "LOADING", "BUSY ", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN", "UNBLOCKED")
     temporary = (BusyLoadingError, NoScriptError, OutOfMemoryError, ReadOnlyError)
     is_temporary = isinstance(error, temporary) or isinstance(error.__cause__, temporary)
     return is_temporary or _said(error).startswith(names)

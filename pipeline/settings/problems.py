@@ -16,13 +16,14 @@ from pydantic_core import ErrorDetails
 
 from pipeline.config import EMBEDDED, Config, RedisSettings, RewardSettings
 from pipeline.config.conflicts import conflicts
+from pipeline.config.sentinel import SHAPE, SentinelUrl
 from pipeline.errors import ConfigError
 from pipeline.keys import Keys
 from pipeline.messages import Json
 from pipeline.settings.reference import plain_default, sections, settings, to_toml
 from pipeline.settings.sources import Layered, SettingPath
 
-_PASSWORD = re.compile(r"(?P<before>//[^:/?#\s]*:).*(?P<after>@)|(?P<key>[?&]password=)[^&\s]*")
+_PASSWORD = re.compile(r"(?P<before>//[^:/?#\s]*:).*(?P<after>@)|(?P<key>[?&](?:sentinel_)?password=)[^&\s]*")
 
 
 def mask_url(url: str) -> str:
@@ -131,8 +132,17 @@ def _url_problems(url: str) -> list[str]:
     """redis-py takes database 0 where it cannot read the number, and so would use another than was meant."""
     if url == EMBEDDED:
         return []
+    if SentinelUrl.is_one(url):
+        try:
+            url = SentinelUrl.parse(url).server_url
+        except ValueError as error:
+            return [str(error)]
     if not url.startswith(("redis://", "rediss://", "unix://")):
-        return ['should be "embedded" or begin with redis://, rediss:// or unix://']
+        return [f'should be "embedded" or begin with redis://, rediss:// or unix://, or look like {SHAPE}']
+    return _database_problems(url)
+
+
+def _database_problems(url: str) -> list[str]:
     try:
         parts = urlsplit(url)
         _ = parts.port
