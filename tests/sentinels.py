@@ -21,7 +21,7 @@ SERVICE = "queues"
 _DEADLINE_S = 60.0
 # How often Sentinels look. Who has heard nothing of a failover for four times publish-period undoes it.
 _QUICK = {"info-period": 100, "ask-period": 100, "publish-period": 500}  # ms
-_DOWN_AFTER_MS, _FAILOVER_TIMEOUT_MS = 500, 10_000
+_DOWN_AFTER_MS, _FAILOVER_TIMEOUT_MS = 1000, 10_000
 
 
 class Watched:
@@ -38,7 +38,7 @@ class Watched:
         until(lambda: asked(replica).info("replication")["master_link_status"] == "up", "a replica")
         self._primary = primary
         self.sentinels = [self._start_sentinel(free_port()) for _ in range(3)]
-        until(lambda: all(self._is_ready(port) for port in self.sentinels), "Sentinels that know each other")
+        until(self._is_whole, "Sentinels that know each other")
 
     @property
     def url(self) -> str:
@@ -55,16 +55,26 @@ class Watched:
     def hand_over(self) -> None:
         """The primary and the replica change their parts, as for maintenance; returns when all agree."""
         before = self.primary
-        asked(self.sentinels[0]).execute_command("SENTINEL", "FAILOVER", SERVICE)
-        until(lambda: self.primary not in {0, before}, "another primary")
-        until(lambda: all(self._is_ready(port) for port in self.sentinels), "Sentinels that know the replica")
-        until(lambda: asked(before).info("replication").get("master_link_status") == "up", "a replica")
+
+        def has_changed() -> bool:
+            if self.primary not in {0, before}:
+                return True
+            asked(self.sentinels[0]).execute_command("SENTINEL", "FAILOVER", SERVICE)  # refused while one goes on
+            return False
+
+        until(has_changed, "another primary")
+        until(self._is_whole, "a replica of it")
 
     def kill_primary(self) -> None:
         """SIGKILL."""
         process = self.servers.pop(self.primary)
         process.kill()
         process.wait()
+
+    def _is_whole(self) -> bool:
+        replicas = [asked(port).info("replication") for port in self.servers if port != self.primary]
+        links = [replica.get("master_link_status") for replica in replicas]
+        return links == ["up"] and all(self._is_ready(port) for port in self.sentinels)
 
     def _start(self, port: int, *words: str) -> subprocess.Popen[bytes]:
         folder = self._folder / str(port)
