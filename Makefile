@@ -5,8 +5,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 ENGINE ?= transformers
-# Tests wait for processes more than they compute: three at a time suit two cores. TESTS_AT_ONCE=0 for a debugger.
-TESTS_AT_ONCE ?= 3
+# Tests wait for processes more than they compute: four at a time suit two cores. TESTS_AT_ONCE=0 for a debugger.
+TESTS_AT_ONCE ?= 4
 
 # What the environment was made with, and what was installed into it. It is kept while neither changes.
 MADE_WITH = $(shell $(PYTHON) -c 'import pathlib, sys; print(pathlib.Path.cwd(), sys.version)')
@@ -23,8 +23,9 @@ help: ## Say what there is
 demo: $(if $(filter vllm,$(ENGINE)),setup-vllm,setup) ## Watch a tiny model learn, with all processes (ENGINE=vllm, ARGS="--steps 50 --json")
 	@$(BIN)/rollstream demo --engine $(ENGINE) $(ARGS)
 
+# They start some thousand processes, which are not to compile the same modules again.
 test: setup ## Run all tests (ARGS="tests/test_cli.py -x")
-	@$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadscope $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadscope $(ARGS)
 
 check: setup ## Lint, format, types, import layers, documentation
 	@$(BIN)/ruff check .

@@ -25,11 +25,27 @@ from pipeline.embedded import EmbeddedServer
 from pipeline.keys import Keys
 from pipeline.streams import connect
 
+# Where tests are that take seconds. They come first, so that at the end nobody works alone.
+LONG = (
+    "tests/vllm/",
+    "tests/chaos/",
+    "tests/test_overlap_benchmarks.py",
+    "tests/deploy/test_watching.py",
+    "tests/integration/",
+    "tests/weights/test_weights_benchmark.py",
+)
+
 
 def pytest_configure() -> None:
     """A shell starts what runs in the background deaf to SIGINT, and processes of the tests would inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first, and otherwise in their order."""
+    ranks = {place: rank for rank, place in enumerate(LONG)}
+    items.sort(key=lambda item: next((ranks[place] for place in LONG if item.nodeid.startswith(place)), len(LONG)))
 
 
 @pytest.hookimpl(optionalhook=True)
