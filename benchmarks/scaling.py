@@ -130,9 +130,12 @@ class Measurement:
         return {worker.pid for worker in await self._fleet.workers() if worker.status.get("ready")} & self._generators()
 
     async def _rate(self) -> float:
-        """Trained groups a second over the window, by the trainer's clock."""
+        """Trained groups a second over the window, or until there is a step, by the trainer's clock."""
         first = self._num_steps()
         await asyncio.sleep(self._load.window_s)
+        async with asyncio.timeout(_READY_S):
+            while self._num_steps() == first:  # noqa: ASYNC110 - the trainer's file is all there is to look at
+                await asyncio.sleep(_LOOK_EVERY_S)
         rows = self._rows()
         return (len(rows) - first) * _GROUPS_PER_STEP / (rows[-1]["run_s"] - rows[first - 1]["run_s"])
 

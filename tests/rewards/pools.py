@@ -58,4 +58,4 @@ async def until_busy(pool: RewardPool) -> None:
     """Until no process waits for a call."""
     async with asyncio.timeout(60):
         while pool.num_idle:  # noqa: ASYNC110 - the pool has no event for it
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)

@@ -58,7 +58,7 @@ async def until(condition: Callable[[], bool]) -> None:
     """Return when `condition` holds; fail after the deadline."""
     async with asyncio.timeout(DEADLINE_S):
         while not condition():  # noqa: ASYNC110  what it looks at belongs to other threads
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)  # they need the interpreter for that
 
 
 def at(endpoints: Endpoints | None) -> Callable[[], Awaitable[Endpoints | None]]:
