@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import structlog
 from redis.asyncio import Redis
@@ -37,7 +38,12 @@ LONG = (
 
 
 def pytest_configure() -> None:
-    """A shell starts what runs in the background deaf to SIGINT, and processes of the tests would inherit that."""
+    """A shell starts what runs in the background deaf to SIGINT, and processes of the tests would inherit that.
+
+    How long one example of hypothesis takes says something of the machine, and nothing of the code.
+    """
+    hypothesis.settings.register_profile("any machine", deadline=None)
+    hypothesis.settings.load_profile("any machine")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
