@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pipeline.config import AlgorithmSettings, StalenessSettings
 from pipeline.errors import MessageError, RunStalledError
 from pipeline.feeder import Feeder
-from pipeline.filters import is_nonfinite, is_unscored, is_zero_variance, reward_problem
+from pipeline.filters import is_nonfinite, is_out_of_range, is_unscored, is_zero_variance, reward_problem
 from pipeline.keys import Stream
 from pipeline.messages import ScoredGroup
 from pipeline.staleness import version_range
@@ -23,6 +23,9 @@ from pipeline.streams import DropReason, Lease, LeaseKeeper, Streams
 from pipeline.wire import decode, encode
 
 _CLAIM_WAIT_S = 0.5
+# Groups whose rewards say what the policy can do with the prompt, although nothing is to be learnt from them.
+_TELLING = frozenset({DropReason.STALE, DropReason.ZERO_VARIANCE, DropReason.OUT_OF_RANGE})
+_FILTERED = frozenset({None, DropReason.ZERO_VARIANCE, DropReason.OUT_OF_RANGE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,6 +74,7 @@ class Collector:
         on_evaluation: Callable[[ScoredGroup], None],
         on_dead: Callable[[Lease, str], None],
         on_drop: Callable[[Sequence[str], DropReason], None],
+        on_judged: Callable[[HeldGroup], None],
     ) -> None:
         self._streams = streams
         self._keeper = keeper
@@ -83,6 +87,8 @@ class Collector:
         self._on_evaluation = on_evaluation
         self._on_dead = on_dead
         self._on_drop = on_drop
+        self._on_judged = on_judged
+        self._range = algorithm.group_reward_range
         self._held: list[HeldGroup] = []
         self._num_in_step = 0
         self._changed = asyncio.Event()
@@ -130,6 +136,8 @@ class Collector:
             return DropReason.NONFINITE
         if self._algorithm.resolved.drop_zero_variance and is_zero_variance(group):
             return DropReason.ZERO_VARIANCE
+        if is_out_of_range(group, *self._range):
+            return DropReason.OUT_OF_RANGE
         return None
 
     async def _set_aside(self, lease: Lease, reason: str) -> None:
@@ -175,6 +183,8 @@ class Collector:
 
     async def finish(self, batch: Sequence[HeldGroup]) -> int:
         """Count a trained batch and free its slots. Returns how many leases had been lost."""
+        for held in batch:
+            self._on_judged(held)
         prompts = {held.lease.group_id: encode(held.group.rollout.prompt) for held in batch}
         refused = await self._streams.finish_training([held.lease for held in batch], prompts)
         self._keeper.drop([held.lease for held in batch])
@@ -202,6 +212,8 @@ class Collector:
             refeed = self._feeder.again([held.group.rollout.prompt for held in again], version=version)
             leases = [held.lease for held in dropped]
             self._on_drop([lease.group_id for lease in leases], reason)
+            for held in dropped if reason in _TELLING else ():
+                self._on_judged(held)
             self.dropped[reason] += await self._streams.drop(leases, reason, refeed=refeed)
             self.dropped_tokens[reason] += sum(held.num_tokens for held in dropped)
             self._keeper.drop(leases)
@@ -214,7 +226,7 @@ class Collector:
     def _drop_reason(self, held: HeldGroup, version: int) -> DropReason | None:
         """Why the group may not be trained at `version`; None when it may."""
         is_over = version - held.versions[0] > self._staleness.max_staleness
-        if is_over and self._staleness.policy == "drop" and held.flaw in {None, DropReason.ZERO_VARIANCE}:
+        if is_over and self._staleness.policy == "drop" and held.flaw in _FILTERED:
             return DropReason.STALE
         return held.flaw
 
@@ -237,6 +249,8 @@ class Collector:
         hints = {
             DropReason.STALE: "Generators are too far behind: raise staleness.max_staleness",
             DropReason.ZERO_VARIANCE: "Prompts that are too easy or too hard teach nothing: look at the rewards",
+            DropReason.OUT_OF_RANGE: "Prompts are harder than algorithm.min_group_reward or easier than "
+            "algorithm.max_group_reward: widen the range",
             DropReason.NONFINITE: "No token had a finite logprob: look at the generators",
             DropReason.UNSCORED: unscored,
         }

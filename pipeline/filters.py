@@ -44,6 +44,18 @@ def is_zero_variance(group: ScoredGroup) -> bool:
     return bool(scored) and max(scored) == min(scored)
 
 
+def group_reward(group: ScoredGroup) -> float | None:
+    """Mean of the rewards that there are; None without any."""
+    scored = [reward for reward in rewards_of(group) if reward is not None]
+    return math.fsum(scored) / len(scored) if scored else None
+
+
+def is_out_of_range(group: ScoredGroup, lowest: float, highest: float) -> bool:
+    """Whether the mean reward is below the one or above the other."""
+    reward = group_reward(group)
+    return reward is not None and not lowest <= reward <= highest
+
+
 def is_nonfinite(group: ScoredGroup) -> bool:
     """Whether no token that the policy wrote has a finite generator logprob."""
     return not any(

@@ -153,7 +153,7 @@ class Metrics(LearningMetrics, WeightMetrics):
         "reason",
         unit="groups",
         help="Groups that were not trained, by reason.",
-        reading="Stale: generators are too far behind. Zero variance: prompts are too easy or too hard.",
+        reading="Stale: generators are too far behind. Zero variance, out of range: prompts are too easy or too hard.",
         starts={"trainer": tuple(DropReason)},
     )
     reward_calls_total = counters(
@@ -219,6 +219,28 @@ class Metrics(LearningMetrics, WeightMetrics):
     )
     prompts_skipped_total = counter(
         "prompts", "Prompts longer than the context leaves.", "Shorten or filter them.", roles=_TRAINER
+    )
+    prompts_in_data = late_gauge("prompts", "Rows of the data set.", "What prompts_seen is a part of.", roles=_TRAINER)
+    prompts_seen = late_gauge(
+        "prompts",
+        "Rows of which a group came back with rewards.",
+        "All of them after one pass; what never gets there has no reward.",
+        roles=_TRAINER,
+    )
+    prompts_always_solved = late_gauge(
+        "prompts",
+        "Rows whose last group was solved by every completion (data.solved_reward).",
+        "They teach nothing any more: data.curriculum, or harder prompts.",
+        roles=_TRAINER,
+    )
+    prompts_sometimes_solved = late_gauge(
+        "prompts", "Rows whose last group was solved in part.", "What is learnt from.", roles=_TRAINER
+    )
+    prompts_never_solved = late_gauge(
+        "prompts",
+        "Rows whose last group earned nothing.",
+        "Too hard as yet, or the reward cannot be earned.",
+        roles=_TRAINER,
     )
     checkpoint_seconds = histogram(
         "seconds", "Time to write a checkpoint.", "Longer than it should be: the disk.", buckets=SECONDS, roles=_TRAINER

@@ -37,6 +37,8 @@ def render(status: RunStatus) -> str:
         parts += ["", *stream_table(status.streams)]
     if status.streams or status.ledger.fed:
         parts += ["", *ledger_lines(status)]
+    if status.prompts is not None:
+        parts.append(f"prompts: {status.prompts}")
     if status.workers:
         parts += ["", *worker_table(status.workers)]
     return "\n".join(parts)

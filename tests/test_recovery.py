@@ -15,6 +15,7 @@ from pipeline.errors import CheckpointError
 from pipeline.keys import Keys
 from pipeline.learner import ScriptedLearner
 from pipeline.metrics import Metrics
+from pipeline.prompts import PromptStatistics
 from pipeline.run.recovery import Recovery, TrainerState
 from pipeline.settings.files import load_config
 from pipeline.worker.arrival import Arrival
@@ -74,20 +75,20 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_its_groups_are
         tasks.append(asyncio.create_task(work))
         return tasks[-1]
 
-    state = await recovery.save(learner, state, start=start)
+    state = await recovery.save(learner, state, PromptStatistics(1), start=start)
     # It has only been copied: a step is done, and counts for the next checkpoint.
     state = state.after_step(["c"])
     await trained(redis, keys, "c")
     assert not tasks[0].done()
     assert await redis.hlen(keys.uncommitted) == 3  # type: ignore[misc]
 
-    following = asyncio.create_task(recovery.save(learner, state, start=start))
+    following = asyncio.create_task(recovery.save(learner, state, PromptStatistics(1), start=start))
     done, _ = await asyncio.wait([following], timeout=0.2)
     assert not done, "the next one waits for the one before"
     learner.may_write.set()
     state = await following
     await asyncio.gather(*tasks)
-    state = await recovery.save_last(learner, state)
+    state = await recovery.save_last(learner, state, PromptStatistics(1))
     assert state.uncommitted == ()
     assert await redis.hlen(keys.uncommitted) == 0  # type: ignore[misc]
     folder = context.config.run_dir / "checkpoints"
@@ -103,13 +104,42 @@ async def test_groups_of_a_checkpoint_that_failed_go_into_the_next(
     learner.may_write.set()
     learner.problem = "No space left on device"
     state = TrainerState(step=0, version=0, cursor=0).after_step(["a"])
-    state = await recovery.save(learner, state, start=asyncio.create_task)
-    state = await recovery.save_last(ScriptedLearner(TrainerSettings(), StalenessSettings()), state.after_step(["b"]))
+    state = await recovery.save(learner, state, PromptStatistics(1), start=asyncio.create_task)
+    state = await recovery.save_last(
+        ScriptedLearner(TrainerSettings(), StalenessSettings()), state.after_step(["b"]), PromptStatistics(1)
+    )
     assert await redis.hlen(keys.uncommitted) == 0  # type: ignore[misc]
     with pytest.raises(CheckpointError):
-        await recovery.save_last(_Failing(TrainerSettings(), StalenessSettings()), state.after_step(["c"]))
+        await recovery.save_last(
+            _Failing(TrainerSettings(), StalenessSettings()), state.after_step(["c"]), PromptStatistics(1)
+        )
 
 
 class _Failing(ScriptedLearner):
     def save_model(self, directory: Path) -> None:
         raise OSError("the disk is gone")
+
+
+async def test_a_checkpoint_knows_of_the_prompts_what_was_known_when_it_was_copied(
+    context: WorkerContext, redis: Redis, keys: Keys
+) -> None:
+    recovery, learner, known = Recovery(context), SlowLearner(), PromptStatistics(8)
+    assert await recovery.become_the_trainer()
+    known.observe(3, 0.5, 1)
+    state = TrainerState(step=0, version=0, cursor=0).after_step(["a"])
+    tasks: list[asyncio.Task[None]] = []
+
+    def start(work: Any) -> asyncio.Task[None]:
+        tasks.append(asyncio.create_task(work))
+        return tasks[-1]
+
+    await recovery.save(learner, state, known, start=start)
+    known.observe(3, 1.0, 2)
+    learner.may_write.set()
+    await asyncio.gather(*tasks)
+
+    restored, successor = PromptStatistics(8), Recovery(context)
+    assert await successor.become_the_trainer()
+    await successor.restore(ScriptedLearner(TrainerSettings(), StalenessSettings()), restored)
+    assert restored.of_row(3) == (1, 0.5, 1)
+    assert restored.coverage().seen == 1

@@ -21,6 +21,7 @@ from pipeline.config import Config
 from pipeline.errors import WeightError
 from pipeline.evaluation import EvaluationReport, Evaluator
 from pipeline.feeder import Feeder
+from pipeline.filters import group_reward
 from pipeline.learner import Learner, load_learner
 from pipeline.pace import WAITS_FOR_GROUPS
 from pipeline.run.data import RunData, load_run_data
@@ -73,13 +74,14 @@ class Trainer:
             on_evaluation=self._evaluator.receive,
             on_dead=self._progress.dead_letter,
             on_drop=lambda ids, reason: self._progress.drop(self._state.step, ids, reason),
+            on_judged=self._observe,
         )
         self._state = TrainerState(step=0, version=0, cursor=0)
         self._slots_freed = asyncio.Event()
 
     async def run(self) -> None:
         """Train to the last step or the end of the data; then stop the run."""
-        self._state = await self._recovery.restore(self._learner)
+        self._state = await self._recovery.restore(self._learner, self._data.statistics)
         await asyncio.to_thread(self._progress.goes_on_from, self._state.step)
         self._data.source.cursor = self._state.cursor
         self._feeder.feed_again(await self._recovery.lost_groups())
@@ -97,7 +99,7 @@ class Trainer:
                 for helper in helpers:
                     helper.cancel()
             self._state = self._state.with_cursor(self._feeder.cursor)
-            self._state = await self._recovery.save_last(self._learner, self._state)
+            self._state = await self._recovery.save_last(self._learner, self._state, self._data.statistics)
             await self._recovery.conclude(self._state.version, ended)
             if ended:
                 await self._context.fleet.stop(ended)
@@ -186,12 +188,20 @@ class Trainer:
             waited_s=waited_s,
             step_s=step_s,
             dropped=self._collector.dropped,
+            coverage=self._data.statistics.coverage(),
         )
         self._record(self._evaluator.take_reports())
         every = self._config.checkpoint.every_steps
         if every > 0 and self._state.step % every == 0 and not self._has_done_all_steps():
             self._state = self._state.with_cursor(self._feeder.cursor)
-            self._state = await self._recovery.save(self._learner, self._state, start=self._start)
+            self._state = await self._recovery.save(
+                self._learner, self._state, self._data.statistics, start=self._start
+            )
+
+    def _observe(self, held: HeldGroup) -> None:
+        """What a group says of its prompt, whether it was trained or not."""
+        if (reward := group_reward(held.group)) is not None:
+            self._data.statistics.observe(held.group.rollout.prompt.dataset_index, reward, held.versions[1])
 
     async def _publish(self) -> None:
         version = self._state.version

@@ -69,6 +69,15 @@ class Checkpoint:
         except (OSError, ValueError) as error:
             raise self._unreadable(name, error) from error
 
+    def attached(self, name: str) -> bytes | None:
+        """A further file; None where it was written without. Raises CheckpointError."""
+        try:
+            return (self.path / name).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise self._unreadable(name, error) from error
+
     def learner_state(self) -> dict[str, Any]:
         """What `learner.state_dict()` gave, on the CPU. Raises CheckpointError."""
         plain = self.path / PLAIN_STATE

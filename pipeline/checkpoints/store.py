@@ -90,8 +90,10 @@ class Checkpoints:
         checkpoints = self.list()
         return checkpoints[-1] if checkpoints else None
 
-    def save(self, step: int, *, learner: Savable, state: Mapping[str, Json]) -> Path:
-        """Write the checkpoint of `step` and delete those beyond `checkpoint.keep`.
+    def save(
+        self, step: int, *, learner: Savable, state: Mapping[str, Json], attached: Mapping[str, bytes] | None = None
+    ) -> Path:
+        """Write the checkpoint of `step` and delete those beyond `checkpoint.keep`. attached: further files by name.
 
         Raises DiskFullError or CheckpointError, and TrainerReplacedError where another has taken over; the
         checkpoints that were there are untouched then.
@@ -101,7 +103,7 @@ class Checkpoints:
         try:
             self._remove_leftovers()
             (aside / "model").mkdir(parents=True)
-            write_parts(aside, learner, state)
+            write_parts(aside, learner, state, attached or {})
             sequence = latest.sequence + 1 if latest else 1
             write_marker(aside, step, sequence=sequence, epoch=self._fence.epoch, saved_at=self._clock())
             self._fence.check()

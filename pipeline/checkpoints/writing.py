@@ -21,8 +21,8 @@ from pipeline.messages import Json
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-def write_parts(aside: Path, learner: Savable, state: Mapping[str, Json]) -> None:
-    """Model, learner and state."""
+def write_parts(aside: Path, learner: Savable, state: Mapping[str, Json], attached: Mapping[str, bytes]) -> None:
+    """Model, learner, state, and further files by name."""
     learner.save_model(aside / "model")
     learner_state = learner.state_dict()
     if _is_json(learner_state):
@@ -30,6 +30,8 @@ def write_parts(aside: Path, learner: Savable, state: Mapping[str, Json]) -> Non
     else:
         _write_tensors(aside / "optimizer.pt", learner_state)
     (aside / "state.json").write_text(json.dumps(dict(state), allow_nan=False), encoding="utf-8")
+    for name, content in attached.items():
+        (aside / name).write_bytes(content)
 
 
 def _is_json(value: object) -> bool:

@@ -6,6 +6,7 @@ Names of functions are looked up by `pipeline.algorithms`, which needs torch; he
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -16,6 +17,8 @@ from pipeline.config.presets import PRESETS, Preset
 AtLeastOne = Annotated[float, Field(ge=1, le=LARGEST_FACTOR, allow_inf_nan=False)]
 # Of a gate of height 4 / tau: below, float32 has no digits left for its slope.
 Tau = Annotated[float, Field(ge=1e-3, le=LARGEST_FACTOR, allow_inf_nan=False)]
+
+GroupReward = Annotated[float, Field(allow_inf_nan=False)] | Literal["off"]
 
 # Corrections that weigh tokens: they need something other than the generator to form their weight from.
 WEIGHTING = frozenset(
@@ -116,6 +119,13 @@ class AlgorithmSettings(Section):
         "preset",
         description="Groups whose rewards are all equal are dropped and replaced; preset: only with dapo.",
     )
+    min_group_reward: GroupReward = Field(
+        "off",
+        description="Groups whose mean reward is below this are dropped and replaced, as those that are too hard.",
+    )
+    max_group_reward: GroupReward = Field(
+        "off", description="The same above this, as those that are too easy: 0.9 drops what is nearly always right."
+    )
     max_refill: Count = Field(
         10, description="Give up when this many batches' worth of groups was filtered for one step."
     )
@@ -132,6 +142,12 @@ class AlgorithmSettings(Section):
             chosen = getattr(self, name)
             filled[name] = getattr(preset, name) if chosen == "preset" else chosen
         return self.model_copy(update=filled)
+
+    @property
+    def group_reward_range(self) -> tuple[float, float]:
+        """Lowest and highest mean reward of a group to train on; infinite where there is no bound."""
+        lowest, highest = self.min_group_reward, self.max_group_reward
+        return (-math.inf if lowest == "off" else lowest, math.inf if highest == "off" else highest)
 
     @property
     def needs_survey(self) -> bool:

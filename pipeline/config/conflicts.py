@@ -40,4 +40,10 @@ def conflicts(settings: AlgorithmSettings) -> list[str]:
             f"algorithm.band_low = {resolved.band_low:g} is above algorithm.band_high = {resolved.band_high:g}: "
             "icepop would mask every token; set it below"
         )
+    lowest, highest = resolved.group_reward_range
+    if lowest > highest:
+        found.append(
+            f"algorithm.min_group_reward = {lowest:g} is above algorithm.max_group_reward = {highest:g}: every group "
+            'would be dropped; set it below, or one of them to "off"'
+        )
     return found

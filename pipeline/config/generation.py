@@ -55,6 +55,19 @@ class DataSettings(Section):
     system_prompt: str = Field("", description="Put in front of every prompt as a system message.")
     shuffle: bool = Field(True, description="A new seeded order in every epoch.")
     epochs: Natural = Field(0, description="Passes over the data; 0 goes on until trainer.max_steps.")
+    curriculum: bool = Field(
+        False,
+        description="After the first pass prompts are drawn by what is known of them, those that are solved at times "
+        "more often than those that are solved always or never; a pass is then as many groups as there are rows.",
+    )
+    curriculum_floor: PositiveFactor = Field(
+        0.05,
+        description="Weight of a prompt that is always or never solved; one that is solved half the time has "
+        "0.25 more.",
+    )
+    solved_reward: PositiveFactor = Field(
+        1.0, description="Mean reward of a group that counts as solved: the largest that the rewards give."
+    )
     max_prompt_tokens: Natural = Field(
         0, description="Longer prompts are skipped and counted; 0 takes what the context leaves."
     )

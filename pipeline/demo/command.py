@@ -25,7 +25,8 @@ from pipeline.fleet import Fleet
 from pipeline.keys import Keys
 from pipeline.local.crew import Crew
 from pipeline.local.run import LocalRun
-from pipeline.records.recorder import plot_curve
+from pipeline.local.summary import last_coverage
+from pipeline.records.recorder import plot_curve, read_metrics
 from pipeline.streams import Ledger, connect
 
 _POLL_S = 0.5
@@ -125,6 +126,8 @@ def _show(config: Config, summary: dict[str, Any], ledger: Ledger | None) -> Non
     click.echo(f"{summary['mixed_completions']} completions went on in mid-sentence while the weights changed")
     if ledger is not None:
         click.echo(f"ledger: {ledger.equation}")
+    if (coverage := last_coverage(read_metrics(config.run_dir))) is not None:
+        click.echo(f"prompts: {coverage}")
     curve = plot_curve(
         config.run_dir,
         config.run_dir / "curve.png",

@@ -10,6 +10,7 @@ from typing import Any
 
 from pipeline.checkpoints import Checkpoints
 from pipeline.config import Config
+from pipeline.prompts.statistics import Coverage
 from pipeline.queues.ledger import Ledger
 from pipeline.records.recorder import read_metrics
 
@@ -25,9 +26,16 @@ def summary_lines(config: Config, ledger: Ledger | None, *, seconds: float) -> I
     yield ", ".join([*parts, f"{max(steps, default=0)} steps, {_duration(seconds)}"])
     if ledger is not None:
         yield f"ledger: {ledger.equation}"
+    if (coverage := last_coverage(rows)) is not None:
+        yield f"prompts: {coverage}"
     newest = Checkpoints(config.run_dir / "checkpoints", config.checkpoint).latest()
     yield f"checkpoint: {newest.path if newest else 'none'}"
     yield f"records: {config.run_dir}"
+
+
+def last_coverage(rows: Sequence[Mapping[str, Any]]) -> Coverage | None:
+    """What was seen and solved of the data set by the last step; None where no row says so."""
+    return next((coverage for row in reversed(rows) if (coverage := Coverage.of(row)) is not None), None)
 
 
 def _first_and_last(what: str, rows: Sequence[Mapping[str, Any]], name: str) -> Iterator[str]:

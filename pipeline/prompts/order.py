@@ -1,13 +1,24 @@
-"""The order in which rows are fed, as a function of (seed, ordinal) alone.
+"""The order in which rows are fed, as a function of (seed, ordinal), and of success rates where these are asked for.
 
-In: number of rows, seed, epochs. Out: the row at any position. There is no state to save: a cursor
-is enough to go on exactly where a run stopped.
+In: number of rows, seed, epochs. Out: the row at any position. There is no state to save: a cursor, and the
+statistics where they count, are enough to go on exactly where a run stopped.
 """
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
+
+from pipeline.prompts.statistics import PromptStatistics
+
+
+class Order(Protocol):
+    """Which row is fed when."""
+
+    def at(self, ordinal: int) -> tuple[int, int] | None:
+        """(epoch, row index) at position `ordinal`, counted from 0; None behind the last epoch."""
 
 
 class PromptOrder:
@@ -43,3 +54,42 @@ class PromptOrder:
             self._cached = np.argsort(words, kind="stable")
             self._cached_epoch = epoch
         return self._cached
+
+
+class CurriculumOrder:
+    """The first epoch as in `PromptOrder`; then rows are drawn, the uncertain ones more often.
+
+    A row of success rate p has the weight p (1 - p) + floor, which is the variance of its rewards where these are
+    0 or 1; one that never came back with a reward has the floor alone. Draws are with replacement, so that an
+    epoch is as many groups as there are rows. They depend on (seed, ordinal) and on the statistics at the time.
+    """
+
+    def __init__(
+        self, first: PromptOrder, statistics: PromptStatistics, *, seed: int, epochs: int, floor: float
+    ) -> None:
+        self._first = first
+        self._statistics = statistics
+        self._seed = seed
+        self._epochs = epochs
+        self._floor = floor
+        self._revision = -1
+        self._bounds: npt.NDArray[np.float64] = np.empty(0)
+
+    def at(self, ordinal: int) -> tuple[int, int] | None:
+        """(epoch, row index) at position `ordinal`, by what is known of the rows now; None behind the last epoch."""
+        epoch, position = divmod(ordinal, len(self._statistics))
+        if epoch == 0:
+            return self._first.at(ordinal)
+        if self._epochs and epoch >= self._epochs:
+            return None
+        (word,) = np.random.Philox(np.random.SeedSequence([self._seed, epoch, position])).random_raw(1)
+        bounds = self._cumulative()
+        drawn = float(word >> np.uint64(11)) * 2.0**-53 * bounds[-1]  # [0, sum of the weights)
+        return epoch, min(int(np.searchsorted(bounds, drawn, side="right")), len(bounds) - 1)
+
+    def _cumulative(self) -> npt.NDArray[np.float64]:
+        if self._revision != self._statistics.revision:
+            rates = np.nan_to_num(self._statistics.success_rates(), nan=0.0)
+            self._bounds = np.cumsum(rates * (1.0 - rates) + self._floor)
+            self._revision = self._statistics.revision
+        return self._bounds

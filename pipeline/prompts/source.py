@@ -19,7 +19,7 @@ from pipeline.errors import DataError
 from pipeline.messages import PromptGroup, SamplingParams, TokenIds
 from pipeline.prompts.dataset import Dataset
 from pipeline.prompts.encoding import Encode
-from pipeline.prompts.order import PromptOrder
+from pipeline.prompts.order import Order
 
 _CACHED_PROMPTS = 4096
 
@@ -34,7 +34,7 @@ class PromptSource:
     def __init__(
         self,
         dataset: Dataset,
-        order: PromptOrder,
+        order: Order,
         *,
         encode: Encode,
         sampling: SamplingParams,

@@ -19,6 +19,7 @@ class DropReason(StrEnum):
 
     STALE = "stale"
     ZERO_VARIANCE = "zero_variance"
+    OUT_OF_RANGE = "out_of_range"
     UNSCORED = "unscored"
     TOO_LONG = "too_long"
     NONFINITE = "nonfinite"

@@ -51,6 +51,13 @@ _SIZES = (
     _field("completion_length_max", "tokens", "longest", "below generation.max_tokens, or many are cut off"),
     _field("prompts_skipped", "prompts", "so far, longer than the context leaves", "0"),
 )
+_PROMPTS = (
+    _field("prompts_in_data", "prompts", "rows of the data set", ""),
+    _field("prompts_seen", "prompts", "rows of which a group came back with rewards", "rises to prompts_in_data"),
+    _field("prompts_always_solved", "prompts", "rows whose last group earned data.solved_reward", "rises"),
+    _field("prompts_sometimes_solved", "prompts", "rows whose last group earned a part of it", "not 0: it teaches"),
+    _field("prompts_never_solved", "prompts", "rows whose last group earned nothing", "falls"),
+)
 _AGES = (
     _field("staleness_mean", "versions", "mean age of the tokens", "up to staleness.max_staleness"),
     _field("staleness_max", "versions", "age of the oldest token", "max_staleness; above it now and then with correct"),
@@ -122,7 +129,19 @@ _EVALUATION = (
     _field("eval_rewards", "reward", "an object: the mean of each reward function, by its name", ""),
 )
 
-FIELDS = (*_ROW, *_REWARDS, *_SIZES, *_AGES, *_LEARNING, *_MISMATCH, *_BY_AGE, *_TIMES, *_DROPPED, *_EVALUATION)
+FIELDS = (
+    *_ROW,
+    *_REWARDS,
+    *_SIZES,
+    *_PROMPTS,
+    *_AGES,
+    *_LEARNING,
+    *_MISMATCH,
+    *_BY_AGE,
+    *_TIMES,
+    *_DROPPED,
+    *_EVALUATION,
+)
 
 
 def render_table() -> str:

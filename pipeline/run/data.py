@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, cast
 from pipeline.config import Config
 from pipeline.errors import ConfigError, ModelError
 from pipeline.messages import Prompt, PromptGroup, SamplingParams
-from pipeline.prompts import Dataset, Encode, PromptOrder, PromptSource, Row, chat_encoder, evaluation_groups
+from pipeline.prompts import (
+    CurriculumOrder,
+    Dataset,
+    Encode,
+    Order,
+    PromptOrder,
+    PromptSource,
+    PromptStatistics,
+    Row,
+    chat_encoder,
+    evaluation_groups,
+)
 
 if TYPE_CHECKING:
     from pipeline.prompts.encoding import ChatTokenizer
@@ -25,12 +36,14 @@ _SCRIPTED_CONTEXT = 1 << 20
 class RunData:
     """Training prompts and held-out prompts.
 
-    source: the rows of `training` in feeding order. held_out: None where data.eval_path is empty.
+    source: the rows of `training` in feeding order. statistics: what is known of these rows, empty at first.
+    held_out: None where data.eval_path is empty.
     """
 
     config: Config
     training: Dataset
     source: PromptSource
+    statistics: PromptStatistics
     held_out: Dataset | None
     encode: Encode
     sampling: SamplingParams
@@ -56,18 +69,28 @@ def load_run_data(config: Config, *, max_rows: int | None = None) -> RunData:
     sampling = sampling_params(config)
     max_prompt_tokens = _max_prompt_tokens(config, max_context)
     dataset = training_set(config, max_rows=max_rows)
-    order = PromptOrder(len(dataset), seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs)
+    statistics = PromptStatistics(len(dataset), solved_reward=config.data.solved_reward)
+    order = _order(config, statistics)
     held_out = held_out_set(config, max_rows=max_rows)
     check_end(config)
     return RunData(
         config=config,
         training=dataset,
         source=PromptSource(dataset, order, encode=encode, sampling=sampling, max_prompt_tokens=max_prompt_tokens),
+        statistics=statistics,
         held_out=held_out,
         encode=encode,
         sampling=sampling,
         max_prompt_tokens=max_prompt_tokens,
     )
+
+
+def _order(config: Config, statistics: PromptStatistics) -> Order:
+    data, seed = config.data, config.run.seed
+    order = PromptOrder(len(statistics), seed=seed, shuffle=data.shuffle, epochs=data.epochs)
+    if not data.curriculum:
+        return order
+    return CurriculumOrder(order, statistics, seed=seed, epochs=data.epochs, floor=data.curriculum_floor)
 
 
 def sampling_params(config: Config) -> SamplingParams:

@@ -17,6 +17,7 @@ from pipeline.config import Config
 from pipeline.evaluation import EvaluationReport
 from pipeline.messages import ScoredGroup
 from pipeline.pace import Pace
+from pipeline.prompts import Coverage
 from pipeline.records.recorder import LOST_FILE, Recorder
 from pipeline.records.tracking import create_trackers
 from pipeline.run.recovery import TrainerState
@@ -42,6 +43,11 @@ _GAUGES = (
     "clip_fraction",
     "truncated_fraction",
     "masked_fraction",
+    "prompts_in_data",
+    "prompts_seen",
+    "prompts_always_solved",
+    "prompts_sometimes_solved",
+    "prompts_never_solved",
 )
 # Fields of a row that are counted up.
 _COUNTERS = ("nonfinite_tokens", "masked_tokens", "skipped_steps", "zero_variance_groups")
@@ -84,9 +90,14 @@ class Progress:
         waited_s: float,
         step_s: float,
         dropped: Counter[DropReason],
+        coverage: Coverage,
     ) -> None:
-        """One optimiser step is done. trainer_version: of the weights that were trained, before the step."""
+        """One optimiser step is done. trainer_version: of the weights that were trained, before the step.
+
+        coverage: of the data set, this step included.
+        """
         row = self._row(state, groups, metrics, waited_s=waited_s, step_s=step_s, dropped=dropped)
+        row |= coverage.describe()
         self._recorder.metrics(state.step, row)
         self._recorder.samples(state.step, groups[: self._config.tracking.samples_per_step])
         for tracker in self._trackers:
@@ -101,6 +112,7 @@ class Progress:
             reward_mean=row.get("reward_mean"),
             staleness_mean=row.get("staleness_mean"),
             max_staleness=self._config.staleness.max_staleness,
+            **coverage.describe(),
             **pace,
         )
         self._context.log.info(

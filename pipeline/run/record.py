@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.prompts.statistics import Coverage
 from pipeline.queues.ledger import Ledger
 from pipeline.records.lines import number_in, step_of
 from pipeline.records.recorder import last_metrics
@@ -19,7 +20,8 @@ from pipeline.run.predecessor import kept_settings
 from pipeline.run.status import RunStatus
 
 IDENTITY_FILE = "run.json"
-_NAMES = ("reward_mean", "staleness_mean", "weight_version", "eval_reward")
+_PROMPTS = tuple(Coverage(in_data=0, seen=0, always_solved=0, sometimes_solved=0, never_solved=0).describe())
+_NAMES = ("reward_mean", "staleness_mean", "weight_version", "eval_reward", *_PROMPTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,7 @@ def as_status(record: RunRecord) -> RunStatus:
         limit=Limit(stage=None, reason=over if record.ended else stopped),
         redis_memory_bytes=None,
         redis_memory_max_bytes=None,
+        prompts=Coverage.of(record.values),
     )
 
 
@@ -111,6 +114,7 @@ def complete(status: RunStatus, record: RunRecord) -> RunStatus:
         reward_mean=recorded.reward_mean,
         eval_reward=recorded.eval_reward,
         staleness_mean=recorded.staleness_mean,
+        prompts=recorded.prompts,
     )
 
 

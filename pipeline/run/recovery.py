@@ -20,12 +20,15 @@ from pipeline.disk import write_whole
 from pipeline.errors import CheckpointError, RunConflictError
 from pipeline.learner import Learner
 from pipeline.messages import Json, PromptGroup
+from pipeline.prompts import PromptStatistics
 from pipeline.run.predecessor import changed_settings, keep_settings
 from pipeline.run.record import IDENTITY_FILE, read_identity
 from pipeline.run.resumption import already_over, checkpoint_to_go_on_from, is_own, run_checkpoints
 from pipeline.settings.files import fingerprint
 from pipeline.wire import decode
 from pipeline.worker.lifecycle import WorkerContext
+
+STATISTICS_FILE = "prompts.msgpack"
 
 _LOCK_WAIT_S = 0.5
 
@@ -166,8 +169,8 @@ class Recovery:
         version = self._identity().get("weight_version", 0)
         return version if isinstance(version, int) else 0
 
-    async def restore(self, learner: Learner) -> TrainerState:
-        """The state to go on from; the learner holds its weights. After `become_the_trainer`."""
+    async def restore(self, learner: Learner, statistics: PromptStatistics) -> TrainerState:
+        """The state to go on from; learner and statistics are as they were then. After `become_the_trainer`."""
         context, checkpoint = self._context, self._checkpoint
         fed = (await context.streams.ledger()).next_ordinal
         state = TrainerState(step=0, version=0, cursor=fed)
@@ -176,6 +179,8 @@ class Recovery:
             has_own = is_own(context.config, checkpoint)
             self._saved_step = checkpoint.step if has_own else None
             learner.load_state_dict(await asyncio.to_thread(checkpoint.learner_state))
+            if (known := checkpoint.attached(STATISTICS_FILE)) is not None:
+                statistics.restore(known)
             step, version, cursor = (_integer(checkpoint.state, name) for name in ("step", "version", "cursor"))
             state = TrainerState(step=step, version=version, cursor=max(fed, cursor))
             # The trainer may have died after writing it and before saying so.
@@ -203,7 +208,12 @@ class Recovery:
         return lost
 
     async def save(
-        self, learner: Learner, state: TrainerState, *, start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+        self,
+        learner: Learner,
+        state: TrainerState,
+        statistics: PromptStatistics,
+        *,
+        start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> TrainerState:
         """Copy what a checkpoint holds, and write it while training goes on; `start` runs the writing.
 
@@ -218,10 +228,10 @@ class Recovery:
         with self._context.busy_with("copying its state"):
             copied = await asyncio.to_thread(learner.snapshot)
         pause_s = time.monotonic() - started
-        self._writing = start(self._write_or_go_on(copied, state, pause_s))
+        self._writing = start(self._write_or_go_on(copied, state, statistics.encode(), pause_s))
         return state
 
-    async def save_last(self, learner: Learner, state: TrainerState) -> TrainerState:
+    async def save_last(self, learner: Learner, state: TrainerState, statistics: PromptStatistics) -> TrainerState:
         """Write the checkpoint that nothing comes after. Raises CheckpointError or TrainerReplacedError.
 
         One of this step that is there already stays: it says which groups it commits. Before the first step
@@ -230,7 +240,7 @@ class Recovery:
         state = await self._settled(state)
         if state.step not in {0, self._saved_step}:
             with self._context.busy_with("writing a checkpoint"):
-                await self._write(learner, state, pause_s=0.0)
+                await self._write(learner, state, statistics.encode(), pause_s=0.0)
         return state.without(self._committed)
 
     async def _settled(self, state: TrainerState) -> TrainerState:
@@ -239,15 +249,15 @@ class Recovery:
             await asyncio.wait([self._writing])
         return state.without(self._committed)
 
-    async def _write_or_go_on(self, copied: Savable, state: TrainerState, pause_s: float) -> None:
+    async def _write_or_go_on(self, copied: Savable, state: TrainerState, statistics: bytes, pause_s: float) -> None:
         try:
-            await self._write(copied, state, pause_s=pause_s)
+            await self._write(copied, state, statistics, pause_s=pause_s)
         except CheckpointError as error:
             if self._context.config.checkpoint.on_failure == "stop":
                 raise
             self._context.log.error("checkpoint_failed", step=state.step, reason=str(error))
 
-    async def _write(self, learner: Savable, state: TrainerState, *, pause_s: float) -> None:
+    async def _write(self, learner: Savable, state: TrainerState, statistics: bytes, *, pause_s: float) -> None:
         """Write, then commit the groups whose effect is in it. pause_s: that training stood still for it."""
         context = self._context
         content: dict[str, Json] = {
@@ -260,7 +270,10 @@ class Recovery:
         await context.fleet.hold_trainer(context.worker_id, context.trainer_term_s)
         started = time.monotonic()
         try:
-            path = await asyncio.to_thread(self._checkpoints.save, state.step, learner=learner, state=content)
+            attached = {STATISTICS_FILE: statistics}
+            path = await asyncio.to_thread(
+                self._checkpoints.save, state.step, learner=learner, state=content, attached=attached
+            )
         except CheckpointError:
             context.metrics.checkpoint_failures_total.inc()
             raise

@@ -14,6 +14,7 @@ from redis.exceptions import ResponseError
 
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys, Stream
+from pipeline.prompts.statistics import Coverage
 from pipeline.queues.accounts import Accounts
 from pipeline.queues.ledger import Depth, Ledger
 from pipeline.roster import WorkerInfo
@@ -33,8 +34,8 @@ class RunStatus:
     run: name. run_id: None when nobody has joined. at: Unix seconds by Redis's clock.
     weight_version: newest of the trainer. is_paused, stop_reason: what people or the trainer asked
     for. trainer: worker id that holds the trainer's lock. step, reward_mean, eval_reward,
-    staleness_mean (versions): of the last step; None before that. max_staleness: its bound, as the
-    trainer has it. tokens_per_s (trained) and generated_tokens_per_s (sum over generators): over the
+    staleness_mean (versions): of the last step; None before that. prompts: of the trainer's data set. max_staleness:
+    its bound, as the trainer has it. tokens_per_s (trained) and generated_tokens_per_s (sum over generators): over the
     last minute. streams: by name, in order of flow. ledger: where all groups went; ledger_balances:
     whether it adds up. workers: lost ones included. limit: what holds the run back.
     wanted_workers: by role, what an `up` that answers `rollstream scale` keeps here; empty without one.
@@ -62,6 +63,7 @@ class RunStatus:
     limit: Limit
     redis_memory_bytes: int | None
     redis_memory_max_bytes: int | None
+    prompts: Coverage | None = None
     wanted_workers: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -103,6 +105,7 @@ async def collect(redis: Redis, keys: Keys) -> RunStatus:
         limit=limiting_stage(streams, workers, facts, await accounts.last_death() if ledger.dead else None),
         redis_memory_bytes=memory.get("used_memory"),
         redis_memory_max_bytes=memory.get("maxmemory"),
+        prompts=Coverage.of(said),
         wanted_workers=await Scaling(redis, keys).kept(),
     )
 

@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from pipeline.messages import Json
+from pipeline.prompts.statistics import Coverage
 from pipeline.queues.ledger import Depth, Ledger
 from pipeline.roster import WorkerInfo
 from pipeline.run.limits import Limit
@@ -44,6 +45,7 @@ MEANINGS: Mapping[type, Mapping[str, str]] = {
         "limit": "What holds the run back.",
         "redis_memory_bytes": "Memory of the server; null where it does not tell.",
         "redis_memory_max_bytes": "Memory that it may take, 0 for all there is.",
+        "prompts": "What the trainer has seen of its data set; null before the first step.",
         "wanted_workers": "Role to number that an `up` keeps (`rollstream scale`); empty without an `up`.",
     },
     Depth: {
@@ -53,6 +55,13 @@ MEANINGS: Mapping[type, Mapping[str, str]] = {
         "oldest_pending_s": "Seconds since the oldest group in work came; 0 without one.",
         "oldest_waiting_s": "Seconds since the oldest waiting group came; 0 without one.",
         "holders": "Worker id to the number of groups that it has claimed.",
+    },
+    Coverage: {
+        "in_data": "Rows of the data set.",
+        "seen": "Rows of which a group came back with rewards.",
+        "always_solved": "Rows whose last group earned data.solved_reward.",
+        "sometimes_solved": "Rows whose last group earned a part of it.",
+        "never_solved": "Rows whose last group earned nothing.",
     },
     Ledger: {
         "fed": "Groups that were fed: trained + dropped + dead + live.",

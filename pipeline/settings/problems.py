@@ -91,12 +91,27 @@ def disagreements(config: Config) -> list[str]:
         problems.append(
             f"autoscale.max_generators = {config.autoscale.max_generators}: {_has_one_generator(config)}; set it to 1"
         )
+    return problems + _data_problems(config) + conflicts(config.algorithm) + _engine_problems(config)
+
+
+def _data_problems(config: Config) -> list[str]:
+    problems = []
     if config.evaluation.every_steps and not config.data.eval_path:
         problems.append(
             f"evaluation.every_steps = {config.evaluation.every_steps}: data.eval_path is empty; "
             "name the held-out prompts there"
         )
-    return problems + conflicts(config.algorithm) + _engine_problems(config)
+    if config.data.curriculum and not config.data.shuffle:
+        problems.append(
+            "data.curriculum = true with data.shuffle = false: a curriculum draws its prompts at random; "
+            "set data.shuffle to true"
+        )
+    if config.data.curriculum and config.data.epochs == 1:
+        problems.append(
+            "data.curriculum = true with data.epochs = 1: the first pass has every prompt once, and the curriculum "
+            "begins behind it; set data.epochs to 0 with trainer.max_steps, or to 2 or more"
+        )
+    return problems
 
 
 def _has_one_generator(config: Config) -> str:

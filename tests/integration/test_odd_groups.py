@@ -15,6 +15,9 @@ import pytest
 
 from pipeline.keys import Keys, Stream
 from pipeline.messages import PromptGroup
+from pipeline.prompts import Coverage, PromptStatistics
+from pipeline.run.recovery import STATISTICS_FILE
+from pipeline.run.resumption import run_checkpoints
 from pipeline.status import Limit, collect
 from pipeline.streams import Entry, Streams
 from pipeline.wire import encode
@@ -168,6 +171,39 @@ async def test_filtered_groups_are_replaced_as_long_as_some_are_left(
         assert ledger.trained == 20
         assert ledger.dropped.keys() == {"zero_variance"}
         assert all(len({item["reward"] for item in sample["completions"]}) == 4 for sample in run.samples)
+
+
+async def test_groups_outside_the_range_are_replaced_and_prompts_are_known_by_what_they_earned(
+    tmp_path: Path, valkey_url: str, run_name: str
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in "abcdefgh"))
+    settings = (
+        f"data.path={json.dumps(str(data))}",
+        "data.curriculum=true",
+        "data.solved_reward=1.5",
+        "scoring.rewards=[{function='tests.integration.rewards:same_for_half'}]",
+        "algorithm.min_group_reward=1.25",
+        "trainer.max_steps=5",
+        "checkpoint.every_steps=2",
+    )
+    async with running(tmp_path, valkey_url, run_name, *SCRIPTED, *settings) as run:
+        run.start_all()
+        await run.until_over()
+        ledger = await run.ledger()
+        assert ledger.trained == 20
+        assert ledger.dropped.keys() == {"out_of_range"}
+        assert ledger.dropped["out_of_range"] >= 4, "half of the first pass"
+        assert all(len({item["reward"] for item in sample["completions"]}) == 4 for sample in run.samples)
+        last = Coverage.of(run.steps[-1])
+        assert last == Coverage(in_data=8, seen=8, always_solved=4, sometimes_solved=4, never_solved=0)
+        status = json.loads((await run.command("status", "--json")).out.splitlines()[-1])
+        assert status["prompts"] == dataclasses.asdict(last)
+        saved = run_checkpoints(run.config).latest()
+        assert saved is not None
+        statistics = PromptStatistics(8, solved_reward=1.5)
+        statistics.restore(saved.attached(STATISTICS_FILE) or b"")
+        assert statistics.coverage() == last
 
 
 async def test_a_run_of_which_every_group_is_filtered_ends_with_the_reason(

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from pipeline.filters import is_nonfinite, is_unscored, is_zero_variance, reward_problem, rewards_of
+from pipeline.filters import (
+    group_reward,
+    is_nonfinite,
+    is_out_of_range,
+    is_unscored,
+    is_zero_variance,
+    reward_problem,
+    rewards_of,
+)
 from pipeline.messages import ScoredGroup
 from tests.learning.builders import Row, make_group
 
@@ -36,6 +45,27 @@ def test_equal_rewards_and_missing_rewards_are_told_apart(
 
     assert is_zero_variance(group) == zero_variance
     assert is_unscored(group) == unscored
+
+
+@pytest.mark.parametrize(
+    ("rewards", "mean", "is_out"),
+    [
+        ((0.0, 1.0), 0.5, False),
+        ((0.0, 0.5), 0.25, False),
+        ((1.0, 0.5), 0.75, False),
+        ((0.0, 0.4), 0.2, True),
+        ((1.0, 1.0), 1.0, True),
+        ((NAN, 0.1), 0.1, True),
+        ((None, NAN), None, False),
+    ],
+)
+def test_groups_are_held_against_the_mean_of_the_rewards_that_they_have(
+    rewards: tuple[float | None, ...], mean: float | None, is_out: bool
+) -> None:
+    group = scored(*rewards)
+    assert group_reward(group) == mean
+    assert is_out_of_range(group, 0.25, 0.75) == is_out
+    assert not is_out_of_range(group, -math.inf, math.inf)
 
 
 def test_reward_that_is_not_finite_counts_as_none() -> None:

@@ -150,7 +150,7 @@ _LOSSES = Row(
     panels=(
         graph(
             "Dropped groups per second",
-            "stale: generators are too far behind. zero_variance: prompts are too easy or too hard.",
+            "stale: generators are too far behind. zero_variance, out_of_range: prompts are too easy or too hard.",
             Query(total("dropped_total", ANY, "reason"), "{{reason}}"),
         ),
         graph(

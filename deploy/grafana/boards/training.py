@@ -128,6 +128,15 @@ _LEARNING = Row(
             ),
             unit=RATIO,
         ),
+        graph(
+            "Prompts",
+            "Rows of the data set by what their last group earned. Only those solved at times teach anything.",
+            Query(run_value("prompts_always_solved"), "always solved"),
+            Query(run_value("prompts_sometimes_solved"), "sometimes"),
+            Query(run_value("prompts_never_solved"), "never"),
+            Query(f"{run_value('prompts_in_data')} - {run_value('prompts_seen')}", "not seen"),
+            is_stacked=True,
+        ),
         graph("Learning rate", "As the schedule says.", Query(run_value("learning_rate"), "rate")),
     ),
 )
