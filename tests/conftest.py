@@ -20,6 +20,7 @@ import pytest
 import structlog
 from redis.asyncio import Redis
 
+from pipeline import startup
 from pipeline.cli import run
 from pipeline.config import RedisSettings
 from pipeline.embedded import EmbeddedServer
@@ -46,6 +47,12 @@ def pytest_configure() -> None:
     hypothesis.settings.load_profile("any machine")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    startup.begin()
+
+
+def pytest_collection_finish() -> None:
+    """All test modules have been imported."""
+    startup.settle()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import click
 
-from pipeline import __version__
+from pipeline import __version__, startup
 from pipeline.cli.checkpoints import checkpoints
 from pipeline.cli.control import drain, pause, reset, resume, scale
 from pipeline.cli.inspect import rollouts, status, streams, workers
@@ -67,11 +67,13 @@ for command in (
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the script `rollstream`."""
+    startup.begin()
     open_missing()
     try:
         code = run(argv)
     finally:
         flush()
+        startup.settle()
     sys.exit(code)
 
 

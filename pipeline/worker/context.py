@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from pipeline import startup
 from pipeline.config import Config
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys
@@ -80,6 +81,8 @@ class WorkerContext:
 
     def set_ready(self, is_ready: bool) -> None:
         """Say whether the worker can do its work: /readyz, and a service that routes by it."""
+        if is_ready:
+            startup.settle()
         self.state.set_ready(is_ready)
 
     def waiting_for(self, what: str | None) -> None:
