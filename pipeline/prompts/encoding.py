@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from jinja2 import TemplateError
-
 from pipeline.errors import ConfigError, DataError
 from pipeline.messages import Prompt
 
@@ -46,6 +44,8 @@ def chat_encoder(tokenizer: ChatTokenizer, system_prompt: str = "", chat_templat
     `system_prompt`. Raises ConfigError when the template file cannot be read; the function raises
     ConfigError without a template and DataError when the template refuses the messages.
     """
+    from jinja2 import TemplateError  # here: workers without prompts have none of it
+
     template = _read_template(chat_template_path)
 
     def encode(prompt: Prompt) -> list[int]:

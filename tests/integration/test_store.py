@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.weights.store.pointer import CURRENT, decode_pointer, stem
 from tests.integration.harness import SCRIPTED, Run, running
 from tests.integration.processes import Worker
 
@@ -25,8 +26,9 @@ async def test_a_run_through_a_directory_survives_the_death_of_its_trainer_and_a
         endpoints = await run.fleet.endpoints()
         trainer.kill()
         folder = store / str(endpoints and endpoints.folder)
-        newest = max(folder.glob("*.tiles-*"))
-        newest.write_bytes(newest.read_bytes()[:-1])
+        readable = decode_pointer((folder / CURRENT).read_bytes())
+        tiles = max(folder.glob(f"{stem(readable.weight_version, readable.root)}.tiles-*"))
+        tiles.write_bytes(tiles.read_bytes()[:-1])
         joiner = run.start("generator", "weights.share_on_host=false")
         await run.until(lambda: bool(joiner.events_named("weights_not_read")), "a reader that says what is wrong")
         await run.until(partial(is_counted, run, joiner), "a wrong piece that is counted")

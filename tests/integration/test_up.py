@@ -282,9 +282,10 @@ def test_an_up_that_is_done_sums_up_and_does_not_look_like_one_that_was_ended(up
     assert one.process.wait(DEADLINE_S) == 0, one.log.read_text()
     said = [line.partition("| ")[2] for line in one.log.read_text().splitlines() if line.startswith("rollstream")]
     assert not any("draining" in line for line in said)
-    first, ledger, checkpoint, records = said[-4:]
+    first, ledger, prompts, checkpoint, records = said[-5:]
     assert re.fullmatch(r"reward .* -> .*, held-out reward .* -> .*, 3 steps, \d+ s", first)
     assert ledger == "ledger: fed 12 = trained 12 + dropped 0 + dead 0 + live 0"
+    assert prompts == "prompts: 12 of 1,024 seen (1%), solved: 100% always, 0% sometimes, 0% never"
     assert checkpoint == "checkpoint: runs/default/checkpoints/step_000003"
     assert records == "records: runs/default"
 
