@@ -122,7 +122,7 @@ def test_blocked_run_is_named_in_the_log_within_a_minute_and_again_each_minute()
     blocked = Limit(stage="generator", reason="no generator is alive", is_blocked=True)
     for now in range(0, 100, 2):
         watch.look(blocked, float(now))
-    assert [(event, fields["seconds"]) for event, fields in lines.events] == [("run_blocked", 16), ("run_blocked", 76)]
+    assert [(event, fields["seconds"]) for event, fields in lines.events] == [("run_blocked", 10), ("run_blocked", 70)]
     watch.look(Limit(stage="trainer", reason="busy"), 101.0)
     assert lines.events[-1][0] == "run_moves_again"
 
@@ -130,6 +130,6 @@ def test_blocked_run_is_named_in_the_log_within_a_minute_and_again_each_minute()
 def test_a_short_stop_is_not_worth_a_word() -> None:
     lines = Lines()
     watch = exporter.BlockedWatch(lines)  # type: ignore[arg-type]
-    for now, is_blocked in [(0.0, True), (10.0, True), (12.0, False), (14.0, True), (26.0, True)]:
+    for now, is_blocked in [(0.0, True), (8.0, True), (9.0, False), (11.0, True), (20.0, True)]:
         watch.look(Limit(stage="scorer", reason="no scorer is alive", is_blocked=is_blocked), now)
     assert lines.events == []

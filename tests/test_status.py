@@ -104,6 +104,18 @@ def test_stage_that_holds_groups_and_moves_none_is_named() -> None:
     assert "holds 5 groups of rollouts" in found.reason
 
 
+def test_a_trainer_that_has_a_part_of_a_batch_does_not_hide_the_scorer_whose_reward_hangs() -> None:
+    generator, scorer, trainer = everyone(progress_age_s=60)
+    workers = [
+        generator,
+        worker("scorer", **{**scorer.status, "in_reward": "judge", "in_reward_s": 58.0}),
+        worker("trainer", **{**trainer.status, "waiting_for": "scored groups"}),
+    ]
+    found = limit(depths(0, 5, 2, pending=9), workers)
+    assert (found.stage, found.is_blocked) == ("scorer", True)
+    assert found.reason.endswith("; the reward judge has not returned for 58 s")
+
+
 def test_trainer_that_feeds_nothing_is_named() -> None:
     found = limit(depths(), everyone(progress_age_s=90))
     assert (found.stage, found.is_blocked) == ("trainer", True)

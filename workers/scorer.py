@@ -6,6 +6,7 @@ imports neither torch nor vllm.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 
@@ -68,6 +69,14 @@ class ScoringWork:
                     metrics.reward_accumulated.labels(function=part.name).inc(part.value)
 
 
+async def _tell(context: WorkerContext, pool: RewardPool) -> None:
+    """Say which function is at work, for those who ask why nothing moves. Never returns; cancel it."""
+    while True:
+        name, seconds = pool.longest_call or (None, 0.0)
+        context.set_status(in_reward=name, in_reward_s=round(seconds, 1))
+        await asyncio.sleep(context.config.worker.heartbeat_s)
+
+
 async def body(context: WorkerContext) -> None:
     """Score until drained."""
     metrics = context.metrics
@@ -81,7 +90,10 @@ async def body(context: WorkerContext) -> None:
     try:
         context.set_ready(True)
         work = ScoringWork(context, pool)
-        await Stage(context, source=Stream.ROLLOUTS, target=Stream.SCORED, work=work).run()
+        async with asyncio.TaskGroup() as group:
+            telling = group.create_task(_tell(context, pool))
+            await Stage(context, source=Stream.ROLLOUTS, target=Stream.SCORED, work=work).run()
+            telling.cancel()
     finally:
         await pool.close()
 

@@ -73,6 +73,7 @@ class RewardPool:
         self._replacing: set[asyncio.Task[None]] = set()
         self._failures = FailureLog(clock=clock)
         self._is_closed = False
+        self._in_calls: dict[RewardProcess, tuple[str, float]] = {}  # name of the function, and since when
         self.stats: dict[str, RewardStats] = {reward.name: RewardStats() for reward in self._rewards}
 
     @property
@@ -84,6 +85,14 @@ class RewardPool:
     def pids(self) -> list[int]:
         """Process ids of the children that live now."""
         return sorted(process.pid for process in self._processes)
+
+    @property
+    def longest_call(self) -> tuple[str, float] | None:
+        """Of those that run now, the one that has run longest: name of its function, seconds."""
+        if not self._in_calls:
+            return None
+        name, since = min(self._in_calls.values(), key=lambda call: call[1])
+        return name, time.monotonic() - since
 
     async def start(self) -> None:
         """Start the processes and load the functions in each. Raises RewardLoadError."""
@@ -126,6 +135,7 @@ class RewardPool:
         process = await self._take()
         started = time.monotonic()
         has_answered = False
+        self._in_calls[process] = reward.name, started
         try:
             reply = await process.call(frame | {"reward": index}, reward.timeout_s)
             has_answered = True
@@ -137,6 +147,7 @@ class RewardPool:
                 raise _closed() from error
             return self._failed(reward, Outcome.ERROR, num_completions, f"ended its process: {error}")
         finally:
+            del self._in_calls[process]
             self._give_back(process, is_usable=has_answered)
             self.stats[reward.name].calls += 1
             self._failures.count_call(reward.name)

@@ -19,7 +19,7 @@ from pipeline.queues.ledger import Depth
 from pipeline.roster import RunFacts, WorkerInfo
 
 _STALE_WEIGHTS_RATIO = 0.3
-_STALLED_AFTER_S = 45.0
+_STALLED_AFTER_S = 35.0  # log and alert, which wait a little themselves, then name the stage within a minute
 _MAX_REASON = 200
 _STAGES = (("generator", Stream.PROMPTS), ("scorer", Stream.ROLLOUTS), ("trainer", Stream.SCORED))
 
@@ -131,11 +131,11 @@ def _stalled(streams: Mapping[Stream, Depth], alive: Sequence[WorkerInfo]) -> Li
         return None
     for role, stream in reversed(_STAGES):
         depth = streams[stream]
-        if depth.pending:
+        if depth.pending and not _is_collecting(role, alive):
             return Limit(
                 stage=role,
                 reason=f"nothing has moved for {age_s:.0f} s: the {role} stage holds {depth.pending} groups of "
-                f"{stream.value}, the oldest for {depth.oldest_pending_s:.0f} s",
+                f"{stream.value}, the oldest for {depth.oldest_pending_s:.0f} s{_longest_call(role, alive)}",
                 is_blocked=True,
             )
     return Limit(
@@ -143,6 +143,21 @@ def _stalled(streams: Mapping[Stream, Depth], alive: Sequence[WorkerInfo]) -> Li
         reason=f"nothing has moved for {age_s:.0f} s: no group is in work and the trainer feeds none",
         is_blocked=True,
     )
+
+
+def _is_collecting(role: str, alive: Sequence[WorkerInfo]) -> bool:
+    """Whether what this stage holds is too little for it to begin: a trainer with a part of a batch."""
+    waits = [worker.status.get("waiting_for") for worker in alive if worker.role == role]
+    return role == "trainer" and all("groups" in str(wait) for wait in waits)
+
+
+def _longest_call(role: str, alive: Sequence[WorkerInfo]) -> str:
+    """The reward function that a scorer has been in for long."""
+    scorers = [worker for worker in alive if worker.role == role and worker.status.get("in_reward")]
+    longest = max(scorers, key=lambda worker: _number(worker, "in_reward_s"), default=None)
+    if longest is None:
+        return ""
+    return f"; the reward {longest.status['in_reward']} has not returned for {_number(longest, 'in_reward_s'):.0f} s"
 
 
 def _lost_holder(streams: Mapping[Stream, Depth], workers: Sequence[WorkerInfo]) -> Limit | None:
