@@ -230,6 +230,8 @@ def test_a_flag_without_a_value_says_how_to_write_it(tmp_path: Path) -> None:
         ("weights.store = 's3://b/w'\nweights.relay = true", "weights.relay = true"),
         ("queues.max_length = 10", "queues.max_length = 10"),
         ("evaluation.every_steps = 5", "data.eval_path"),
+        ("data.curriculum = true\ndata.shuffle = false", "data.shuffle"),
+        ("data.curriculum = true\ndata.epochs = 1", "data.epochs = 1"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(toml: str, said: str, tmp_path: Path) -> None:

@@ -44,6 +44,6 @@ def conflicts(settings: AlgorithmSettings) -> list[str]:
     if lowest > highest:
         found.append(
             f"algorithm.min_group_reward = {lowest:g} is above algorithm.max_group_reward = {highest:g}: every group "
-            'would be dropped; set it below, or one of them to "off"'
+            'would be dropped; set it below, or set one of them to "off"'
         )
     return found

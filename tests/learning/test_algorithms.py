@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -91,12 +92,19 @@ def test_any_loss_goes_with_any_correction_and_proximal_policy_or_is_refused(los
         ({"kl_importance": True, "kl_in": "reward"}, "weighed with its completion already"),
         ({"band_low": 6.0}, "would mask every token"),
         ({"dual_clip": 1.0}, "would end the gradient"),
+        ({"min_group_reward": 0.5, "max_group_reward": 0.4}, "every group would be dropped"),
     ],
 )
 def test_parts_that_cancel_each_other_are_refused_with_the_way_out(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         algorithm(**changes)
     assert "set " in str(raised.value)
+
+
+def test_groups_are_held_against_the_bounds_that_are_set() -> None:
+    assert AlgorithmSettings().group_reward_range == (-math.inf, math.inf)
+    assert AlgorithmSettings(min_group_reward=0.0).group_reward_range == (0.0, math.inf)
+    assert AlgorithmSettings(max_group_reward=-1.5).group_reward_range == (-math.inf, -1.5)
 
 
 def test_unknown_name_is_refused_with_the_nearest_known_one() -> None:
