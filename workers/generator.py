@@ -139,7 +139,8 @@ class GenerationWork:
     def _missing_weights(self) -> str:
         if self._context.run_version is None:
             return "a trainer that publishes weights"
-        return f"weights of version {self._context.run_version} (serving {self._engine.weight_version})"
+        serving = self._engine.weight_version
+        return f"weights of version {self._context.run_version} (serving {'none' if serving is None else serving})"
 
 
 class WeightFollower:

@@ -37,10 +37,11 @@ from pipeline.config.run import (
     TrackingSettings,
     WorkerSettings,
 )
-from pipeline.config.weights import WeightSettings
+from pipeline.config.weights import LOOPBACK, WeightSettings
 
 __all__ = [
     "EMBEDDED",
+    "LOOPBACK",
     "AlgorithmSettings",
     "AutoscaleSettings",
     "CheckpointSettings",
@@ -114,8 +115,7 @@ class Config(Section):
         weights = self.weights
         hosts = {"host": weights.host} | ({"relay_host": weights.relay_host} if weights.relay else {})
         for name, host in hosts.items():
-            loopback = host in {"127.0.0.1", "::1", "localhost"}
-            if not loopback and not weights.insecure and not weights.server_secret_key_file:
+            if host not in LOOPBACK and not weights.insecure and not weights.server_secret_key_file:
                 raise ValueError(
                     f"weights.{name} = {host!r} is open to the network: set "
                     "weights.server_secret_key_file (CURVE keys) or weights.insecure = true"

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from pipeline.config.base import Count, Port, Seconds, Section
 
+# Hosts that no other machine reaches.
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+
 
 class WeightSettings(Section):
     """The way back: new weights from the trainer to the generators."""

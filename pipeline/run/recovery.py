@@ -120,7 +120,8 @@ class Recovery:
         if has_been_fed and self._identity().get("run_id") != context.run_id:
             raise RunConflictError(
                 f"run.name = {context.config.run.name!r}: Redis holds groups of another run of this name, which does "
-                f"not belong to {context.config.run_dir}. Choose another run.name, or remove what is left of it with "
+                f"not belong to {context.config.run_dir}. To go on with it, bring its directory here from where its "
+                "trainer was (run.dir); else choose another run.name, or remove what is left of it with "
                 f"`rollstream reset --run {context.config.run.name}`"
             )
 

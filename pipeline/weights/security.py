@@ -15,13 +15,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from pipeline.config import WeightSettings
+from pipeline.config import LOOPBACK, WeightSettings
 from pipeline.errors import ConfigError
+from pipeline.messages import Endpoints
 from pipeline.weights.protocol import HEADER_BYTES, Header
 
 _KEY_CHARACTERS = 40  # 32 bytes in Z85
@@ -141,12 +143,12 @@ def receiver_keys(settings: WeightSettings) -> KeyPair | None:
     return load_keys("client_secret_key_file", settings.client_secret_key_file)
 
 
-def doubt(settings: WeightSettings, public_key: str, *, is_foreign: bool) -> str:
-    """Which keys may be why a receiver gets no answer; empty where none are known of on either side.
+def doubt(settings: WeightSettings, endpoints: Endpoints, *, is_foreign: bool) -> str:
+    """Which keys, or which address, may be why a receiver gets no answer; empty where nothing speaks for either.
 
-    public_key: that the publisher has said is its own. is_foreign: messages came that could not be read.
+    endpoints: what the publisher has said of itself. is_foreign: messages came that could not be read.
     """
-    ours = settings.server_public_key
+    ours, public_key = settings.server_public_key, endpoints.public_key
     if ours and ours != public_key:
         said = f"the publisher says that its key is {public_key!r}" if public_key else "the publisher has no key"
         return f"weights.server_public_key = {ours!r}, and {said}"
@@ -155,6 +157,8 @@ def doubt(settings: WeightSettings, public_key: str, *, is_foreign: bool) -> str
         reasons.append("the publisher has weights.allowed_keys, without that of weights.client_secret_key_file here")
     if settings.shared_key_file or is_foreign:
         reasons.append("weights.shared_key_file is not the same on both sides")
+    if urlsplit(endpoints.tiles).hostname in LOOPBACK:
+        reasons.append("that address is of this machine alone: where the trainer is on another, set weights.host there")
     return "; ".join(reasons)
 
 

@@ -149,10 +149,11 @@ class WeightSubscriber(Reception):
     async def _give_up(self, link: Link) -> None:
         """Connect anew, perhaps elsewhere; wait longer then, since the line may just be slow."""
         await link.note_announcements()
-        may_be = doubt(self._settings, link.endpoints.public_key, is_foreign=link.is_foreign)
+        may_be = doubt(self._settings, link.endpoints, is_foreign=link.is_foreign)
         log.warning(
             "weight_publisher_silent",
             waiting_for=str(self._stats.phase),
+            address=link.endpoints.tiles,
             num_unsigned=self._signer.num_unsigned,
             **({"may_be": may_be} if may_be else {}),
         )

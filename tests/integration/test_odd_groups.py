@@ -307,6 +307,7 @@ async def test_what_an_older_run_left_is_never_trained(tmp_path: Path, valkey_ur
         (line,) = [line for line in stranger.output.splitlines() if line.startswith("error: ")]
         assert f"run.name = '{run_name}': Redis holds groups of another run of this name" in line
         assert f"`rollstream reset --run {run_name}`" in line
+        assert "(run.dir)" in line
         assert await run.ledger() == left
 
         async def none_is_alive() -> bool:
