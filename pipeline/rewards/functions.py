@@ -30,6 +30,7 @@ SHIPPED = {
     "choice": "pipeline.rewards.text:choice",
     "math": "pipeline.rewards.math:math",
     "json_schema": "pipeline.rewards.structured:json_schema",
+    "python_tests": "pipeline.rewards.code:python_tests",
 }
 _SIGNATURE = "def reward(prompts, completions, **columns) -> list[float | None]"
 MACHINERY = frozenset({__file__, str(Path(__file__).with_name("child.py"))})
