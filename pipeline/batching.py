@@ -1,15 +1,14 @@
-"""Groups become micro-batches under a token budget.
+"""The tensors of a micro-batch.
 
-In: scored groups in feeding order and their assessments. Out: one `Sample` for each completion, and
-padded tensors of at most `budget` tokens. Token ids are those that were generated, never text that
-was tokenised again. The split is deterministic and must not matter to the loss.
+In: samples that go through the model together. Out: their tokens, in padded rows or all in one, and
+what the loss must know of each completion, which is the same in every layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,45 +17,24 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.errors import MessageError
-from pipeline.filters import rewards_of
-from pipeline.messages import Completion, PromptGroup, Score, ScoredGroup, TokenIds, expert_dtype
-from pipeline.staleness import Ages, Assessment
+from pipeline.messages import Completion, expert_dtype
+from pipeline.packing import Ints, Layout, Segments, pack_row, split
+from pipeline.samples import Sample, make_samples
 
-BoolMask: TypeAlias = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sample:
-    """One completion as the trainer sees it.
-
-    prompt_token_ids: [P]. mask: [T], tokens to train on. ages: [T], in weight versions.
-    reward: None where not scored. score: what it was made of. max_tokens: limit of the completion.
-    group_index: position of the group in the step.
-    num_nonfinite: tokens left out for a generator logprob that is not finite.
-    num_unreplayed: tokens to train on that were sampled by a truncated distribution whose mask is missing.
-    """
-
-    prompt_token_ids: TokenIds
-    completion: Completion
-    mask: BoolMask
-    ages: Ages
-    temperature: float
-    reward: float | None
-    score: Score
-    max_tokens: int
-    group_index: int
-    num_nonfinite: int
-    num_unreplayed: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens to train on."""
-        return int(self.mask.sum())
-
-    @property
-    def length(self) -> int:
-        """Tokens of prompt and completion."""
-        return len(self.prompt_token_ids) + len(self.completion)
+__all__ = [
+    "KeptTokens",
+    "Layout",
+    "MicroBatch",
+    "Routing",
+    "Sample",
+    "Segments",
+    "arrange",
+    "make_samples",
+    "pack",
+    "pad",
+    "pad_routing",
+    "split",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,7 +53,7 @@ class KeptTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Routing:
-    """Experts that the generator's routers chose. experts: [B, L, layers, top_k]. is_recorded: [B, L] bool,
+    """Experts that the generator's routers chose. experts: [R, L, layers, top_k]. is_recorded: [R, L] bool,
     False at padding, at the last token of a sequence and where nothing was recorded. num_experts: of a layer."""
 
     experts: Tensor
@@ -89,16 +67,17 @@ class Routing:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """B completions, padded on the right: L token positions, T completion positions, M trained tokens.
+    """B completions in R rows of L token places: T completion positions, M trained tokens.
 
-    input_ids, attention_mask: [B, L]. mask: [B, T] bool, True at the M tokens to train on, which the
-    flat tensors list row by row: state_index [M], position in [B * L] whose hidden state predicts the
-    token; token_index [M], position in [B * T]; targets [M]; temperatures [M].
+    input_ids: [R, L]. Padded on the right, R is B and attention_mask [B, L] says which places hold
+    tokens. Packed, R is 1 and there is no padding: position_ids [1, L], and segments say what attends to what.
+    mask: [B, T] bool, True at the M tokens to train on, which the flat tensors list row by row:
+    state_index [M], place in [R * L] whose hidden state predicts the token; token_index [M], position
+    in [B * T]; targets [M]; temperatures [M].
     generator_logprobs: [B, T] float32; advantages, factors: [B, T] float64; ages: [B, T] int64; 0 outside the mask.
     """
 
     input_ids: Tensor
-    attention_mask: Tensor
     mask: Tensor
     state_index: Tensor
     token_index: Tensor
@@ -108,6 +87,9 @@ class MicroBatch:
     advantages: Tensor
     factors: Tensor
     ages: Tensor
+    attention_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+    segments: Segments | None = None
     kept: KeptTokens | None = None
     routing: Routing | None = None
 
@@ -118,89 +100,69 @@ class MicroBatch:
         return replace(self, **_tensors_on(self, device), kept=kept, routing=routing)
 
 
-def make_samples(groups: Sequence[ScoredGroup], assessments: Sequence[Assessment]) -> list[Sample]:
-    """One sample for each completion, in order. Raises MessageError for an empty prompt."""
-    samples = []
-    for group_index, (group, assessment) in enumerate(zip(groups, assessments, strict=True)):
-        prompt = group.rollout.prompt
-        _check(prompt)
-        for completion, reward, score, kept, ages in zip(
-            group.rollout.completions,
-            rewards_of(group),
-            group.scores,
-            assessment.masks,
-            assessment.token_ages,
-            strict=True,
-        ):
-            is_wanted = (kept != 0) & (reward is not None)
-            mask = is_wanted & np.isfinite(completion.generator_logprobs)
-            has_gap = prompt.sampling.is_truncated and completion.sampling_mask is None
-            samples.append(
-                Sample(
-                    prompt_token_ids=prompt.prompt_token_ids,
-                    completion=completion,
-                    mask=mask,
-                    ages=ages,
-                    temperature=prompt.sampling.temperature,
-                    reward=reward,
-                    score=score,
-                    max_tokens=prompt.sampling.max_tokens,
-                    group_index=group_index,
-                    num_nonfinite=int(is_wanted.sum() - mask.sum()),
-                    num_unreplayed=int(mask.sum()) if has_gap else 0,
-                )
-            )
-    return samples
-
-
-def split(samples: Sequence[Sample], budget: int) -> Iterator[list[int]]:
-    """Indices of samples, longest first, in micro-batches of at most `budget` padded tokens.
-
-    A sample with nothing to train on is left out; one that is longer than the budget is alone.
-    """
-    order = sorted(
-        (index for index, sample in enumerate(samples) if sample.num_tokens),
-        key=lambda index: (-samples[index].length, index),
-    )
-    start = 0
-    while start < len(order):
-        rows = max(1, budget // samples[order[start]].length)
-        yield order[start : start + rows]
-        start += rows
-
-
 def pad(samples: Sequence[Sample], advantages: Sequence[Tensor], factors: Tensor) -> MicroBatch:
-    """Tensors of one micro-batch. advantages: for each sample [T], or one number for all its tokens. factors: [B]."""
-    masks = _stack([sample.mask for sample in samples])  # [B, T]
-    rows, columns = masks.nonzero()  # [M], row by row
-    starts = np.array([len(sample.prompt_token_ids) for sample in samples])
+    """One padded row for each sample. See `arrange`."""
+    completions = [sample.completion for sample in samples]
     sequences = [np.concatenate([sample.prompt_token_ids, sample.completion.token_ids]) for sample in samples]
     input_ids = _stack(sequences).astype(np.int64)  # [B, L]
-    temperatures = np.array([sample.temperature for sample in samples])
-    generator_logprobs = _stack([sample.completion.generator_logprobs for sample in samples])
-    mask = torch.from_numpy(masks)
+    starts = np.array([len(sample.prompt_token_ids) for sample in samples])
+    places = np.arange(len(samples)) * input_ids.shape[1] + starts - 1  # [B], of the last token of each prompt
+    rows, columns = _trained_tokens(samples)
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
         attention_mask=torch.from_numpy(_stack([np.ones(len(ids), dtype=np.int64) for ids in sequences])),
-        mask=mask,
-        state_index=torch.from_numpy(rows * input_ids.shape[1] + starts[rows] + columns - 1),
-        token_index=torch.from_numpy(rows * masks.shape[1] + columns),
-        targets=torch.from_numpy(input_ids[rows, starts[rows] + columns]),
-        temperatures=torch.from_numpy(temperatures[rows]),
-        generator_logprobs=torch.from_numpy(np.where(masks, generator_logprobs, 0.0)).float(),
-        advantages=_pad_advantages(samples, advantages) * mask,
-        factors=factors[:, None] * mask,
-        ages=torch.from_numpy(np.where(masks, _stack([sample.ages for sample in samples]), 0)),
-        kept=_kept_tokens(samples),
-        routing=pad_routing([sample.completion for sample in samples], input_ids.shape[1]),
+        state_index=torch.from_numpy(places[rows] + columns),
+        routing=pad_routing(completions, input_ids.shape[1]),
+        **_of_completions(samples, advantages, factors),
     )
 
 
-def _check(prompt: PromptGroup) -> None:
-    assert not prompt.is_evaluation, "evaluation groups are never trained on"
-    assert prompt.sampling.temperature > 0, "a greedy completion has no probability to train on"
-    if not len(prompt.prompt_token_ids):
-        raise MessageError(f"group {prompt.group_id}: an empty prompt predicts no first token")
+def pack(samples: Sequence[Sample], advantages: Sequence[Tensor], factors: Tensor, layout: Layout) -> MicroBatch:
+    """All samples in one row. See `arrange`."""
+    row = pack_row(samples, layout)
+    positions = row.segments.positions
+    return MicroBatch(
+        input_ids=torch.from_numpy(row.token_ids[None]),
+        position_ids=torch.from_numpy(positions[None]),
+        segments=row.segments,
+        state_index=torch.from_numpy(row.state_places(*_trained_tokens(samples))),
+        routing=_pack_routing([sample.completion for sample in samples], row.owners, positions),
+        **_of_completions(samples, advantages, factors),
+    )
+
+
+def arrange(samples: Sequence[Sample], advantages: Sequence[Tensor], factors: Tensor, layout: Layout) -> MicroBatch:
+    """Tensors of one micro-batch. advantages: for each sample [T], or one number for all its tokens. factors: [B]."""
+    if layout is Layout.PADDED:
+        return pad(samples, advantages, factors)
+    return pack(samples, advantages, factors, layout)
+
+
+def _trained_tokens(samples: Sequence[Sample]) -> tuple[Ints, Ints]:
+    """Row and column [M] of every token to train on, row by row."""
+    rows, columns = _stack([sample.mask for sample in samples]).nonzero()
+    return rows, columns
+
+
+def _of_completions(samples: Sequence[Sample], advantages: Sequence[Tensor], factors: Tensor) -> dict[str, Any]:
+    """What a micro-batch says of completions and trained tokens, however they go through the model."""
+    masks = _stack([sample.mask for sample in samples])  # [B, T]
+    rows, columns = _trained_tokens(samples)
+    token_ids = _stack([sample.completion.token_ids for sample in samples]).astype(np.int64)  # [B, T]
+    temperatures = np.array([sample.temperature for sample in samples])
+    generator_logprobs = _stack([sample.completion.generator_logprobs for sample in samples])
+    mask = torch.from_numpy(masks)
+    return {
+        "mask": mask,
+        "token_index": torch.from_numpy(rows * masks.shape[1] + columns),
+        "targets": torch.from_numpy(token_ids[rows, columns]),
+        "temperatures": torch.from_numpy(temperatures[rows]),
+        "generator_logprobs": torch.from_numpy(np.where(masks, generator_logprobs, 0.0)).float(),
+        "advantages": _pad_advantages(samples, advantages) * mask,
+        "factors": factors[:, None] * mask,
+        "ages": torch.from_numpy(np.where(masks, _stack([sample.ages for sample in samples]), 0)),
+        "kept": _kept_tokens(samples),
+    }
 
 
 def _stack(rows: Sequence[npt.NDArray[np.generic]]) -> npt.NDArray[np.generic]:
@@ -239,7 +201,7 @@ def _kept_tokens(samples: Sequence[Sample]) -> KeptTokens | None:
 
 
 def pad_routing(completions: Sequence[Completion], num_columns: int) -> Routing | None:
-    """Recorded experts of B sequences of at most `num_columns` tokens; None when there are none.
+    """Recorded experts of the first `num_columns` tokens of B sequences; None when there are none.
 
     Raises MessageError where they are of unlike models.
     """
@@ -254,10 +216,22 @@ def pad_routing(completions: Sequence[Completion], num_columns: int) -> Routing 
     is_recorded = np.zeros((len(records), num_columns), dtype=bool)
     for row, record in enumerate(records):
         if record is not None:
-            experts[row, : len(record.ids)] = record.ids
-            is_recorded[row, : len(record.ids)] = True
+            ids = record.ids[:num_columns]
+            experts[row, : len(ids)] = ids
+            is_recorded[row, : len(ids)] = True
     return Routing(
         experts=torch.from_numpy(experts), is_recorded=torch.from_numpy(is_recorded), num_experts=num_experts
+    )
+
+
+def _pack_routing(completions: Sequence[Completion], owners: Ints, positions: Ints) -> Routing | None:
+    """Recorded experts of the N tokens of a row, or None. owners, positions: [N], completion and place in it."""
+    padded = pad_routing(completions, int(positions.max()) + 1)
+    if padded is None:
+        return None
+    rows, columns = torch.from_numpy(owners), torch.from_numpy(positions)
+    return replace(
+        padded, experts=padded.experts[rows, columns][None], is_recorded=padded.is_recorded[rows, columns][None]
     )
 
 

@@ -67,6 +67,15 @@ class LearningMetrics(MetricTable):
     nonfinite_tokens_total = counter(
         "tokens", "Tokens masked for a value that is not finite.", "Should stay at 0.", roles=_TRAINER
     )
+    forward_tokens_total = counter(
+        "tokens", "Tokens that went through the model to be trained on.", "Padding is in it.", roles=_TRAINER
+    )
+    padding_tokens_total = counter(
+        "tokens", "Padding that went through the model.", "0 unless the model takes padded rows.", roles=_TRAINER
+    )
+    shared_prompt_tokens_total = counter(
+        "tokens", "Prompt tokens that went through once for several completions.", "What that saved.", roles=_TRAINER
+    )
     masked_tokens_total = counter(
         "tokens", "Tokens kept out of the loss for their age.", "Wasted generation.", roles=_TRAINER
     )

@@ -47,7 +47,12 @@ class TrainerSettings(Section):
     beta2: Beta = Field(0.99, description="AdamW: decay of the mean of their squares.")
     max_grad_norm: PositiveFactor = Field(1.0, description="Gradients are clipped to this norm.")
     micro_batch_tokens: Count = Field(
-        16384, description="Padded tokens in one forward pass; gradients accumulate over passes."
+        16384, description="Tokens in one forward pass, padding included; gradients accumulate over passes."
+    )
+    micro_batch_layout: Literal["shared", "packed", "padded"] = Field(
+        "shared",
+        description="shared: no padding, and prompts go through the model once for their group. packed: no padding. "
+        "A model that cannot do that takes padded rows, and the log says so.",
     )
     logprob_chunk_tokens: Count = Field(1024, description="Tokens whose logits exist at once; bounds memory.")
     gradient_checkpointing: bool = Field(False, description="Less memory, one more forward pass.")

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pipeline.algorithms import Objective, TokenInputs, evaluate, resolve_algorithm
-from pipeline.batching import MicroBatch, Sample, make_samples, pad, split
+from pipeline.batching import Layout, MicroBatch, Sample, arrange, make_samples, split
 from pipeline.config import AlgorithmSettings, Config, ModelSettings, StalenessSettings, TrainerSettings
 from pipeline.config.advice import advice
 from pipeline.learner.ages import AgeTally
@@ -31,6 +31,7 @@ from pipeline.messages import ScoredGroup
 from pipeline.models.loading import load_model, resolve_device, resolve_dtype
 from pipeline.models.routing import RoutingReplay
 from pipeline.models.weights import export_weights, num_weight_bytes, weight_kind
+from pipeline.packing import describe_layout
 from pipeline.policy import CausalModel, Policy
 from pipeline.staleness import assess
 from pipeline.weights import WeightState
@@ -93,6 +94,7 @@ class PolicyLearner:
             autocast=dtype if is_narrow else None,
             reference=reference,
             replay=replay,
+            layout=Layout(trainer.micro_batch_layout),
         )
         return cls(
             policy,
@@ -130,11 +132,14 @@ class PolicyLearner:
         plan = self._plan(samples)
         tally, by_age = TokenTally(self.policy.device), AgeTally(self.policy.device)
         loss = torch.zeros((), dtype=torch.float64, device=self.policy.device)
-        for rows in split(samples, self._micro_batch_tokens):
-            batch = pad([samples[row] for row in rows], [plan.advantages[row] for row in rows], plan.factors[rows])
+        micro_batches = list(split(samples, self._micro_batch_tokens, self.policy.layout))
+        for rows in micro_batches:
+            advantages = [plan.advantages[row] for row in rows]
+            batch = arrange([samples[row] for row in rows], advantages, plan.factors[rows], self.policy.layout)
             loss += self._backward(batch.to(self.policy.device), plan.limit, tally, by_age)
         num_unusable = sum(sample.num_tokens for sample in samples) - tally.num_tokens
         described = describe_groups(ordered, assessments) | plan.describe() | describe_tokens(tally)
+        described |= describe_layout(samples, micro_batches, self.policy.layout)
         return loss, described | by_age.describe() | {
             "loss": float(loss),
             "trained_tokens": float(tally.num_tokens),

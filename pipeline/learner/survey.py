@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.algorithms import Algorithm, m2po_limit
 from pipeline.algorithms.ratios import usable_ratios
-from pipeline.batching import Sample, pad, split
+from pipeline.batching import Sample, arrange, split
 from pipeline.policy import Policy
 
 
@@ -54,12 +54,12 @@ class Survey:
 
 @torch.no_grad()
 def survey(policy: Policy, samples: Sequence[Sample], budget: int, *, with_reference: bool) -> Survey:
-    """Ask `policy`, and its reference, for every token. budget: padded tokens of a micro-batch."""
+    """Ask `policy`, and its reference, for every token. budget: tokens of a micro-batch, padding included."""
     trainer = [torch.zeros(len(sample.mask), dtype=torch.float64) for sample in samples]
     reference = [row.clone() for row in trainer]
-    for rows in split(samples, budget):
-        chosen = [samples[row] for row in rows]
-        batch = pad(chosen, [trainer[row] for row in rows], torch.zeros(len(rows))).to(policy.device)
+    for rows in split(samples, budget, policy.layout):
+        chosen, values = [samples[row] for row in rows], [trainer[row] for row in rows]
+        batch = arrange(chosen, values, torch.zeros(len(rows)), policy.layout).to(policy.device)
         _fill(trainer, rows, policy.logprobs(batch))
         if with_reference:
             _fill(reference, rows, policy.reference_logprobs(batch))

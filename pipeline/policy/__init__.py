@@ -17,10 +17,12 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipeline.batching import MicroBatch
+from pipeline.batching import Layout, MicroBatch
 from pipeline.models.routing import RoutingReplay
+from pipeline.policy.layout import choose_kernel, prove_layout
 from pipeline.policy.logprobs import Targets, chunked_logprobs
 from pipeline.policy.output_head import OutputHead, find_output_head
+from pipeline.policy.packed_attention import PackedMask, packed_mask, use_packed_attention
 
 CausalModel: TypeAlias = PreTrainedModel | PeftModel
 
@@ -41,7 +43,8 @@ class Policy:
     logprob_chunk_tokens: tokens whose logits exist at once. autocast: precision of forward and
     backward where it differs from the weights'. reference: frozen copy of the initial model; with an
     adapter it is not needed, since the model without the adapter is the initial one. replay: of the
-    model's routers, where the generator's choice of experts is replayed.
+    model's routers, where the generator's choice of experts is replayed. layout: wanted of micro-batches;
+    what the model can be trusted with is `layout`, and micro-batches must be of that, or padded.
     """
 
     def __init__(
@@ -52,14 +55,20 @@ class Policy:
         autocast: torch.dtype | None = None,
         reference: PreTrainedModel | None = None,
         replay: RoutingReplay | None = None,
+        layout: Layout = Layout.SHARED,
     ) -> None:
         self.model = model
         self._chunk_tokens = logprob_chunk_tokens
         self._autocast = autocast
         self._replay = replay
         quiet_dropout(model)
-        self._head = self._find_head(_causal_model(model))
+        causal = _causal_model(model)
+        self._head = self._find_head(causal)
+        self.layout = self._prove(causal, layout)
+        self._kernel = choose_kernel(causal, self.device)
         self._reference = reference
+        if reference is not None and self.layout is not Layout.PADDED:
+            use_packed_attention(reference)
         self._reference_head = self._find_head(reference) if reference is not None else self._head
 
     @property
@@ -104,10 +113,28 @@ class Policy:
     def _run(self, head: OutputHead, batch: MicroBatch) -> PolicyOutput:
         targets = Targets(token_ids=batch.targets, temperatures=batch.temperatures, kept=batch.kept)
         with self._precision():
-            states = head.states(batch.input_ids, batch.attention_mask)  # [B, L, H]
+            states = head.states(batch.input_ids, self._mask(batch), batch.position_ids)  # [R, L, H]
             states = states.flatten(0, 1)[batch.state_index]  # [M, H]
             logprobs, entropies = chunked_logprobs(states, targets, head.project, chunk_tokens=self._chunk_tokens)
         return PolicyOutput(logprobs=_scatter(logprobs, batch), entropies=_scatter(entropies, batch))
+
+    def _mask(self, batch: MicroBatch) -> Tensor | PackedMask | None:
+        if batch.segments is None:
+            return batch.attention_mask
+        return packed_mask(batch.segments, batch.input_ids.device, self._kernel)
+
+    def _prove(self, model: PreTrainedModel, wanted: Layout) -> Layout:
+        proven = prove_layout(model, self._head, wanted)
+        if proven.reason:
+            _log.warning(
+                "micro_batch_layout",
+                architecture=type(model).__name__,
+                layout=str(proven.layout),
+                wanted=str(wanted),
+                reason=proven.reason,
+                consequence="right, but slower: more tokens than needed go through the model",
+            )
+        return proven.layout
 
     def _precision(self) -> contextlib.AbstractContextManager[None]:
         if self._autocast is None:

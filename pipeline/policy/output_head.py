@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pipeline.policy.packed_attention import PackedMask
+
 _PROBE_TOKENS = 8
 _PROBE_MAGNITUDE = 50.0
 _TOLERANCE = 1e-3
@@ -22,12 +24,14 @@ _TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OutputHead:
-    """states: input_ids, attention_mask [B, L] -> states [B, L, H]. project: [m, H] -> logits [m, V].
+    """states: input_ids, attention_mask, position_ids, each [B, L] -> states [B, L, H].
 
+    project: [m, H] -> logits [m, V]. Without position_ids they count from 0, which is right for rows that
+    are padded on the right.
     is_chunked: False where the states are the logits themselves and `project` changes nothing.
     """
 
-    states: Callable[[Tensor, Tensor | None], Tensor]
+    states: Callable[[Tensor, Tensor | PackedMask | None, Tensor | None], Tensor]
     project: Callable[[Tensor], Tensor]
     is_chunked: bool
 
@@ -41,7 +45,7 @@ def find_output_head(model: PreTrainedModel) -> OutputHead:
             if _reproduces(model, layer, head):
                 return head
     return OutputHead(
-        states=lambda input_ids, attention_mask: _logits(model, input_ids, attention_mask),
+        states=partial(_logits, model),
         project=lambda logits: logits,
         is_chunked=False,
     )
@@ -55,9 +59,9 @@ def _parts(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Module | None]:
 
 
 def _head(decoder: nn.Module, layer: nn.Module, transform: Callable[[Tensor], Tensor]) -> OutputHead:
-    def states(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        # Positions are not passed: with padding on the right every model's default is the right one.
-        output = decoder(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+    def states(input_ids: Tensor, attention_mask: Tensor | PackedMask | None, position_ids: Tensor | None) -> Tensor:
+        positions = {} if position_ids is None else {"position_ids": position_ids}
+        output = decoder(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **positions)
         hidden = output.last_hidden_state
         assert isinstance(hidden, Tensor)
         return hidden
@@ -65,8 +69,14 @@ def _head(decoder: nn.Module, layer: nn.Module, transform: Callable[[Tensor], Te
     return OutputHead(states=states, project=lambda hidden: transform(layer(hidden)), is_chunked=True)
 
 
-def _logits(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+def _logits(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | PackedMask | None,
+    position_ids: Tensor | None,
+) -> Tensor:
+    positions = {} if position_ids is None else {"position_ids": position_ids}
+    logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **positions).logits
     assert isinstance(logits, Tensor)
     return logits
 
@@ -99,14 +109,14 @@ def _reproduces(model: PreTrainedModel, layer: nn.Module, head: OutputHead) -> b
     device = next(model.parameters()).device
     token_ids = torch.arange(_PROBE_TOKENS, device=device)[None] % model.config.get_text_config().vocab_size
     try:
-        largest = float(layer(head.states(token_ids, None)).abs().max())
+        largest = float(layer(head.states(token_ids, None, None)).abs().max())
     except (AttributeError, TypeError):  # a decoder with a call or an answer of its own
         return False
     factor = _PROBE_MAGNITUDE / max(largest, 1e-6)
     handle = layer.register_forward_hook(lambda _module, _arguments, output: output * factor)
     try:
-        own = _logits(model, token_ids, None)
-        ours = head.project(head.states(token_ids, None))
+        own = _logits(model, token_ids, None, None)
+        ours = head.project(head.states(token_ids, None, None))
     finally:
         handle.remove()
     return own.shape == ours.shape and bool((own - ours).abs().max() <= _TOLERANCE * own.abs().max())

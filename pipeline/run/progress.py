@@ -50,7 +50,15 @@ _GAUGES = (
     "prompts_never_solved",
 )
 # Fields of a row that are counted up.
-_COUNTERS = ("nonfinite_tokens", "masked_tokens", "skipped_steps", "zero_variance_groups")
+_COUNTERS = (
+    "forward_tokens",
+    "padding_tokens",
+    "shared_prompt_tokens",
+    "nonfinite_tokens",
+    "masked_tokens",
+    "skipped_steps",
+    "zero_variance_groups",
+)
 
 
 class Progress:

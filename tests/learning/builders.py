@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ from pipeline.policy import Policy
 
 VOCABULARY_SIZE = 13
 
+ModelT = TypeVar("ModelT", bound=torch.nn.Module)
+
 
 def tiny_llama(seed: int = 0, *, dtype: torch.dtype = torch.float64, **options: object) -> LlamaForCausalLM:
     """A one-layer Llama over 13 ids with sharp, uneven distributions."""
@@ -47,7 +50,18 @@ def tiny_llama(seed: int = 0, *, dtype: torch.dtype = torch.float64, **options: 
     } | options
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return LlamaForCausalLM(LlamaConfig(**settings)).to(dtype)
+        return exact_norms(LlamaForCausalLM(LlamaConfig(**settings)).to(dtype))
+
+
+def exact_norms(model: ModelT) -> ModelT:
+    """`model` with norms of its own precision: transformers' cast to float32, in which sums depend on their order."""
+    for parent in list(model.modules()):
+        for name, module in parent.named_children():
+            if type(module).__name__ in {"LlamaRMSNorm", "Qwen3RMSNorm"}:
+                norm = torch.nn.RMSNorm(module.weight.shape[0], eps=module.variance_epsilon).to(module.weight)
+                norm.load_state_dict(module.state_dict())
+                setattr(parent, name, norm)
+    return model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -137,6 +137,13 @@ _LEARNING = Row(
             Query(f"{run_value('prompts_in_data')} - {run_value('prompts_seen')}", "not seen"),
             is_stacked=True,
         ),
+        graph(
+            "Tokens through the model",
+            "Per second. Padding is 0 unless the model takes padded rows; shared prompts are what was saved.",
+            Query(total("forward_tokens_total", TRAINER), "in forward passes"),
+            Query(total("padding_tokens_total", TRAINER), "of them padding"),
+            Query(total("shared_prompt_tokens_total", TRAINER), "shared prompts"),
+        ),
         graph("Learning rate", "As the schedule says.", Query(run_value("learning_rate"), "rate")),
     ),
 )
