@@ -38,7 +38,10 @@ def measure(scale: Scale) -> dict[str, object]:
 
 
 def _joined(model: Model, link: Network, rounds: int) -> Mapping[str, float]:
-    """A receiver that is there follows all the time, so that there are patches; another one joins."""
+    """A receiver that is there follows all the time, so that there are patches; another one joins.
+
+    Each round it comes at another moment between two versions: what it has to catch up with depends on it.
+    """
     settings = WeightSettings(host=link.host, insecure=True, encoding="delta")
     with ExitStack() as stack:
         trainer = stack.enter_context(Trainer(model, settings))
@@ -49,10 +52,11 @@ def _joined(model: Model, link: Network, rounds: int) -> Mapping[str, float]:
             update(trainer, [there])
         _alone_s(joiner)
         rows = []
-        for _ in range(rounds):
+        for number in range(rounds):
             alone = _alone_s(joiner)
             step_s = max(alone, _SHORTEST_STEP_S)
-            rows.append({"alone": alone, "step": step_s, **_joined_row(trainer, there, joiner, step_s)})
+            after_s = step_s * (number + 0.5) / rounds
+            rows.append({"alone": alone, "step": step_s, **_joined_row(trainer, there, joiner, step_s, after_s)})
     pairs = [row["joined"] / row["alone"] for row in rows]
     return {
         "joiner_vs_snapshot": round(statistics.median(pairs), 3),
@@ -71,8 +75,10 @@ def _alone_s(joiner: Receiver) -> float:
     return float(came["at"] - came["began"])
 
 
-def _joined_row(trainer: Trainer, there: Receiver, joiner: Receiver, step_s: float) -> dict[str, float]:
-    """joined: seconds until the joiner has what the other one has. Of these, snapshot until it has anything,
+def _joined_row(trainer: Trainer, there: Receiver, joiner: Receiver, step_s: float, after_s: float) -> dict[str, float]:
+    """The joiner comes `after_s` after the trainer has given away a version.
+
+    joined: seconds until the joiner has what the other one has. Of these, snapshot until it has anything,
     catch_up the rest, in which it got num_patched versions as patches.
     """
     joiner.ask("join")
@@ -90,6 +96,7 @@ def _joined_row(trainer: Trainer, there: Receiver, joiner: Receiver, step_s: flo
     publishing = threading.Thread(target=publish)
     publishing.start()
     is_second_out.wait()
+    time.sleep(after_s)
     joiner.tell("follow", until=last)
     joined, followed = joiner.answer()["seen"], there.answer()["seen"]
     publishing.join()

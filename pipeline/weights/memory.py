@@ -6,12 +6,16 @@ back when the last view of it has gone, whoever held it; it is never taken from 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+_PAGE_BYTES = 4096
+_PAGES_AT_ONCE = 1024
 
 
 class Pool(Protocol):
@@ -42,3 +46,24 @@ class BufferPool:
         loan = buffer.view()
         weakref.finalize(loan, self._free.append, buffer).atexit = False
         return loan.data
+
+
+class Warming:
+    """Touches the pages of a buffer that will be needed, in a thread, until it is. The loan ends with it."""
+
+    def __init__(self, loan: memoryview) -> None:
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._touch, args=(loan,), name="fresh-pages", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop soon, wherever it is, and give the buffer back. Safe to call twice."""
+        self._is_over.set()
+        self._thread.join()
+
+    def _touch(self, loan: memoryview) -> None:
+        pages = np.frombuffer(loan, dtype=np.uint8)[::_PAGE_BYTES]
+        for start in range(0, len(pages), _PAGES_AT_ONCE):
+            if self._is_over.is_set():
+                return
+            pages[start : start + _PAGES_AT_ONCE] = 0

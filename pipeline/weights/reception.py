@@ -11,7 +11,7 @@ from pipeline.config import WeightSettings
 from pipeline.errors import WeightError
 from pipeline.weights.choice import Choice
 from pipeline.weights.manifest import Manifest
-from pipeline.weights.memory import Pool
+from pipeline.weights.memory import Pool, Warming
 from pipeline.weights.state import WeightState
 from pipeline.weights.subscriber_stats import SubscriberStats
 from pipeline.weights.throttle import Throttle
@@ -28,6 +28,7 @@ class Reception(ABC):
         self._throttle = Throttle(settings.max_mbit_per_s * 1e6 / 8)
         self._make_pool = make_pool
         self._pool = make_pool(0)
+        self._warming: Warming | None = None
         self._receive_s = 0.0  # of what is coming in
         self._stats = SubscriberStats()
 
@@ -65,15 +66,29 @@ class Reception(ABC):
         self.close()
 
     def _borrow(self, manifest: Manifest) -> memoryview:
-        """Memory for a version. Raises WeightError where there is none."""
-        if self._pool.buffer_bytes != manifest.num_bytes:
+        """Memory for a version. Raises WeightError where there is none.
+
+        Where patches may follow, the second version needs as much again, which is made while the first comes in: a
+        joiner has to catch up with what was published meanwhile, and fresh pages take longer than its patches.
+        """
+        self._end_warming()
+        is_first = self._pool.buffer_bytes != manifest.num_bytes
+        if is_first:
             self._pool = self._make_pool(manifest.num_bytes)
         try:
-            return self._pool.borrow()
+            borrowed = self._pool.borrow()
+            if is_first and manifest.num_bytes and self._settings.encoding != "snapshot":
+                self._warming = Warming(self._pool.borrow())
         except MemoryError as error:
             raise WeightError(
                 f"no memory for the {manifest.num_bytes} bytes of version {manifest.weight_version}"
             ) from error
+        return borrowed
+
+    def _end_warming(self) -> None:
+        if self._warming is not None:
+            self._warming.end()
+            self._warming = None
 
     def _complete(
         self, content: Content, *, is_patched: bool, made_s: float = 0.0, num_received_bytes: int, verify_s: float

@@ -108,6 +108,7 @@ class WeightSubscriber(Reception):
     def close(self) -> None:
         """Disconnect and free everything, after `next` has returned or was cancelled. Safe to call twice."""
         self._disconnect()
+        self._end_warming()
         self._transfer = self._held = None
         if self._relay is not None:
             self._relay.close()

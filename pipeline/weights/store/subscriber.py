@@ -96,6 +96,7 @@ class StoreSubscriber(Reception):
 
     def close(self) -> None:
         """Free everything, after `next` has returned or was cancelled. Safe to call twice."""
+        self._end_warming()
         self._intake = self._held = None
         self._reader.close()
 
