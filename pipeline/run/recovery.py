@@ -24,13 +24,12 @@ from pipeline.prompts import PromptStatistics
 from pipeline.run.predecessor import changed_settings, keep_settings
 from pipeline.run.record import IDENTITY_FILE, read_identity
 from pipeline.run.resumption import already_over, checkpoint_to_go_on_from, is_own, run_checkpoints
+from pipeline.run.succession import take_the_run
 from pipeline.settings.files import fingerprint
 from pipeline.wire import decode
 from pipeline.worker.lifecycle import WorkerContext
 
 STATISTICS_FILE = "prompts.msgpack"
-
-_LOCK_WAIT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +81,8 @@ class Recovery:
         Raises RunConflictError for a foreign run, and for a checkpoint that was written with other settings.
         """
         context = self._context
-        said_of, term_s = "", context.trainer_term_s
-        while not await context.unless_draining(context.fleet.acquire_trainer(context.worker_id, term_s)):
-            said_of = await self._say_who_trains(said_of)
-            context.waiting_for("another trainer of this run to end")
-            await context.wait_for_any(timeout_s=_LOCK_WAIT_S)
-            if context.draining.is_set():
-                return False
-        context.waiting_for(None)
+        if not await take_the_run(context):
+            return False
         context.keep_trainer_lock()
         await self._check_identity()
         self._checkpoint = await asyncio.to_thread(checkpoint_to_go_on_from, context.config)
@@ -102,15 +95,6 @@ class Recovery:
         self.remember(0)
         await asyncio.to_thread(self._checkpoints.take_over)
         return True
-
-    async def _say_who_trains(self, said_of: str) -> str:
-        """Once for each: where it was killed, its right lapses within queues.lease_s. Returns who it is."""
-        holder, left_s = await self._context.fleet.trainer_holder() or (said_of, 0.0)
-        if holder != said_of:
-            self._context.log.warning(
-                "another_trainer", holder=holder, free_within_s=round(left_s, 1), unless="it is alive and goes on"
-            )
-        return holder
 
     async def _check_identity(self) -> None:
         """What was fed in Redis must have been fed by the run of this directory."""

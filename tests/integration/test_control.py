@@ -63,8 +63,10 @@ async def test_drained_workers_hand_back_what_they_hold_and_others_go_on(
         # A trainer that waits for the run to be free leaves when asked to.
         spare = run.start("trainer")
         await run.until(lambda: "another trainer" in spare.output, "a second trainer that waits")
-        (said,) = spare.events_named("another_trainer")
+        said, *_ = spare.events_named("another_trainer")
         assert said["holder"] == (await run.fleet.facts()).trainer
+        assert "trains nothing meanwhile" in str(said["this_one"])
+        assert f"rollstream drain {said['holder']}" in str(said["way_out"])
         assert 0 < float(str(said["free_within_s"])) <= run.config.queues.lease_s
         spare.signal(signal.SIGTERM)
         assert await run.until_exit(spare) == [0]

@@ -73,6 +73,19 @@ async def test_a_trainer_killed_in_mid_step_is_followed_by_one_that_feeds_again_
         assert all(row["staleness_max"] >= 0 for row in run.steps)
 
 
+async def test_a_trainer_waits_for_one_that_is_gone_and_says_so(tmp_path: Path, valkey_url: str, run_name: str) -> None:
+    async with running(tmp_path, valkey_url, run_name, *SETTINGS, "trainer.max_steps=1") as run:
+        assert await run.fleet.acquire_trainer("trainer-that-died", 600.0)
+        trainer = run.start_all()
+        await run.until(lambda: trainer.events_named("another_trainer") != [], "word of the one before")
+        (said,) = trainer.events_named("another_trainer")
+        assert (said["holder"], said["state"]) == ("trainer-that-died", "gone without a word")
+        assert "when the lock of that one lapses" in str(said["this_one"])
+        await run.redis.pexpire(Keys(run_name).trainer_lock, 1)
+        await run.until_over()
+        assert run.num_steps == 1
+
+
 async def test_a_trainer_that_died_between_checkpoint_and_count_trains_nothing_twice(
     tmp_path: Path, valkey_url: str, run_name: str
 ) -> None:
