@@ -161,13 +161,13 @@ def draw(curves: Mapping[Case, Curve], png: Path) -> Path | None:
         for correction in CORRECTIONS if lag else ():
             mine = [curve for case, curve in curves.items() if (case.lag, case.correction) == (lag, correction)]
             _band(axes, mine, _COLOURS[correction], correction)
-        axes.set(title=f"{lag} versions old", xlabel="completions trained on")
+        axes.set(title=f"{lag} version{'s' if lag > 1 else ''} old", xlabel="thousands of completions trained on")
         axes.axhline(LEVEL, color="grey", linewidth=0.8, linestyle=":")
         axes.grid(visible=True, alpha=0.3)
     panels[0].set(ylabel="held-out exact match")
-    panels[-1].legend(loc="lower right")
+    panels[0].legend(loc="lower right")  # with the youngest samples, where no curve lies so low
     png.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png, dpi=110, format="png")
+    figure.savefig(png, dpi=90, format="png")
     return png
 
 
@@ -175,6 +175,7 @@ def _band(axes: Any, curves: Sequence[Curve], colour: str, label: str) -> None:
     """Mean over seeds, and all that lies between the lowest and the highest."""
     if not curves:
         return
-    samples, columns = curves[0].samples, list(zip(*(curve.held_out for curve in curves), strict=True))
+    samples = [number / 1000 for number in curves[0].samples]
+    columns = list(zip(*(curve.held_out for curve in curves), strict=True))
     axes.plot(samples, [statistics.fmean(column) for column in columns], color=colour, label=label)
     axes.fill_between(samples, list(map(min, columns)), list(map(max, columns)), color=colour, alpha=0.15, linewidth=0)

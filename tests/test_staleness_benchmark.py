@@ -25,6 +25,8 @@ TINY = Case(
     num_held_out=64,
 )
 
+DOCS = Path(__file__).parent.parent / "docs"
+
 
 @pytest.fixture(scope="module")
 def starts(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -108,3 +110,8 @@ def test_figures_are_means_over_seeds_and_losses_are_of_pairs() -> None:
     assert cells(curves)["none", 0].reached == 0.5
     assert "| 4 | `none` | 0.650 ± 0.635 | 0.200 ± 0.000 |" in table(curves)
     assert math.isnan(estimate([0.5]).half)
+
+
+def test_the_documentation_says_what_its_runs_say() -> None:
+    curves = dict(read(DOCS / "data" / "staleness.jsonl"))
+    assert table(curves) in (DOCS / "algorithms.md").read_text(encoding="utf-8")
