@@ -1,8 +1,8 @@
 """The demo's settings, which are an ordinary run's.
 
-In: what was prepared and what the command line asked for. Out: a `Config`. The numbers were found
-with a plain synchronous loop whose samples were 0, 2 and 4 versions old: from about half of the
-held-out words right, 30 steps bring more than nine in ten.
+In: what was prepared and what the command line asked for. Out: a `Config`. From two in five of the
+held-out words right, 120 steps bring 93 to 96 in a hundred; with a learning rate that stays as it is the
+last steps are noise, and runs end between 89 and 97.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipeline.config import (
 from pipeline.demo.prepare import Prepared
 from pipeline.demo.task import WORD_LENGTH
 
-DEFAULT_STEPS = 100
+DEFAULT_STEPS = 120
 DEFAULT_MAX_STALENESS = 2
 
 
@@ -51,7 +51,10 @@ def demo_config(
         staleness=StalenessSettings(max_staleness=DEFAULT_MAX_STALENESS if max_staleness is None else max_staleness),
         algorithm=AlgorithmSettings(preset="grpo", clip_low=0.2, clip_high=0.28),
         trainer=TrainerSettings(
-            max_steps=DEFAULT_STEPS if steps is None else steps, groups_per_step=16, learning_rate=3e-4
+            max_steps=DEFAULT_STEPS if steps is None else steps,
+            groups_per_step=16,
+            learning_rate=4e-4,
+            schedule="linear",
         ),
         evaluation=EvaluationSettings(every_steps=20),
         checkpoint=CheckpointSettings(every_steps=0, keep=1),
