@@ -5,6 +5,7 @@ resident memory of each worker and of the server is read twice a second; the med
 fifth is compared with the median of the second fifth.
 
     python -m benchmarks.soak --minutes 10 --json
+    python -m benchmarks.soak --steps 2000 --groups-per-step 8 --json
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import statistics
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,7 +59,7 @@ class Memory:
         return found
 
 
-def _config(directory: Path) -> Config:
+def _config(directory: Path, steps: int, groups_per_step: int) -> Config:
     overrides = [
         "run.name='soak'",
         f"run.dir={json.dumps(str(directory))}",
@@ -65,8 +68,8 @@ def _config(directory: Path) -> Config:
         "generation.scripted.realtime=false",
         "generation.scripted.length_sigma=0.5",
         "generation.max_tokens=256",
-        "trainer.max_steps=1000000000",
-        "trainer.groups_per_step=32",
+        f"trainer.max_steps={steps or 10**9}",
+        f"trainer.groups_per_step={groups_per_step}",
         "scoring.rewards=[{function='length', kwargs={at_most=32, slack=64}}]",
         "checkpoint.every_steps=200",
         "tracking.samples_per_step=0",
@@ -76,6 +79,7 @@ def _config(directory: Path) -> Config:
 
 
 async def _sample(supervisor: Supervisor, memory: Memory, seconds: float) -> None:
+    """Until time is up, or it is cancelled. Those that leave at the end of the run are read no more."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         await asyncio.sleep(_SAMPLE_S)
@@ -83,13 +87,16 @@ async def _sample(supervisor: Supervisor, memory: Memory, seconds: float) -> Non
     supervisor.stop()
 
 
-async def _run(minutes: float) -> dict[str, object]:
-    memory = Memory()
-    with tempfile.TemporaryDirectory() as folder, LocalRun(_config(Path(folder)), Crew(), persist=False) as run:
+async def _run(minutes: float, steps: int, groups_per_step: int) -> dict[str, object]:
+    memory, started = Memory(), time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        config = _config(Path(folder), steps, groups_per_step)
+        run = stack.enter_context(LocalRun(config, Crew(), persist=False))
         supervisor = run.supervisor(print)
         async with asyncio.TaskGroup() as group:
-            group.create_task(_sample(supervisor, memory, minutes * 60))
+            sampling = group.create_task(_sample(supervisor, memory, math.inf if steps else minutes * 60))
             code = await supervisor.run()
+            sampling.cancel()
         redis = connect(run.config.redis)
         ledger = await Streams(redis, Keys("soak"), run.config.queues, consumer="soak").ledger()
         await redis.aclose()
@@ -101,7 +108,8 @@ async def _run(minutes: float) -> dict[str, object]:
         "groups_trained": ledger.trained,
         "ledger_balances": ledger.balances,
         "exit_code": code,
-        "minutes": minutes,
+        "steps": ledger.trained // run.config.trainer.groups_per_step,
+        "minutes": round((time.monotonic() - started) / 60, 2),
     }
 
 
@@ -110,8 +118,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--steps", type=int, default=0, help="so many steps instead, however long they take")
+    parser.add_argument("--groups-per-step", type=int, default=32)
     arguments = parser.parse_args()
-    report("soak", asyncio.run(_run(arguments.minutes)), as_json=arguments.json)
+    results = asyncio.run(_run(arguments.minutes, arguments.steps, arguments.groups_per_step))
+    report("soak", results, as_json=arguments.json)
 
 
 if __name__ == "__main__":
