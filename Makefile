@@ -42,6 +42,7 @@ bench: setup ## Run the benchmarks; each prints one JSON object as its last line
 	@$(BIN)/python -m benchmarks.queue --json
 	@$(BIN)/python -m benchmarks.pipeline --json
 	@$(BIN)/python -m benchmarks.logprobs --json
+	@$(BIN)/python -m benchmarks.trainer --json
 	@$(BIN)/python -m benchmarks.weights --json
 
 setup: ## Make .venv, or keep it where it is still right

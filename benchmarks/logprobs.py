@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.report import report
@@ -100,8 +100,14 @@ def measure(case: Case) -> dict[str, float]:
     loss = logprobs(batch).sum() / case.tokens
     loss.backward()  # type: ignore[no-untyped-call]
     seconds = time.perf_counter() - started
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"peak_bytes": float(peak - before), "seconds": seconds, "loss": loss.item()}
+    return {"peak_bytes": float(_peak_bytes() - before), "seconds": seconds, "loss": loss.item()}
+
+
+def _peak_bytes() -> int:
+    """The most that was resident at once since this program began; what `getrusage` says may be its parent's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (peak,) = (line.split()[1] for line in lines if line.startswith("VmHWM"))
+    return int(peak) * 1024
 
 
 def _model(vocabulary: int) -> LlamaForCausalLM:

@@ -1,0 +1,38 @@
+"""The benchmark of the trainer runs, reports in the common shape, and refuses what makes no sense."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.trainer", "--json", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_layouts_put_as_many_tokens_through_the_model_as_is_said() -> None:
+    done = run("--hidden", "128", "--layers", "1", "--length", "32", "--rounds", "1", "--memory-tokens", "0")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["benchmark"] == "trainer"
+    assert report["machine"]["cores"] >= 1
+    found = report["results"]
+    # Prompt and completion of 16 tokens, of which the last is not read: 8 x 31 alone, 16 + 8 x 15 with one prompt.
+    assert found["prefix_sharing_tokens"] == pytest.approx(8 * 31 / (16 + 8 * 15), abs=1e-3)
+    assert found["packed_vs_padded_tokens"] > 2
+    for name in ("step_vs_plain_hf", "packed_vs_padded", "prefix_sharing_speedup"):
+        assert found[name] > 0
+
+
+@pytest.mark.parametrize("words", [("--hidden", "100"), ("--rounds", "0")])
+def test_sizes_that_make_no_sense_are_refused(words: tuple[str, str]) -> None:
+    done = run(*words)
+    assert done.returncode == 2
+    assert words[0] in done.stderr
