@@ -75,6 +75,7 @@ class MicroBatch:
     state_index [M], place in [R * L] whose hidden state predicts the token; token_index [M], position
     in [B * T]; targets [M]; temperatures [M].
     generator_logprobs: [B, T] float32; advantages, factors: [B, T] float64; ages: [B, T] int64; 0 outside the mask.
+    teacher_logprobs: [B, T] float32, NaN where no teacher has said anything; None where none has anywhere.
     """
 
     input_ids: Tensor
@@ -92,6 +93,7 @@ class MicroBatch:
     segments: Segments | None = None
     kept: KeptTokens | None = None
     routing: Routing | None = None
+    teacher_logprobs: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
@@ -162,6 +164,7 @@ def _of_completions(samples: Sequence[Sample], advantages: Sequence[Tensor], fac
         "factors": factors[:, None] * mask,
         "ages": torch.from_numpy(np.where(masks, _stack([sample.ages for sample in samples]), 0)),
         "kept": _kept_tokens(samples),
+        "teacher_logprobs": _teacher_logprobs(samples),
     }
 
 
@@ -177,6 +180,13 @@ def _pad_advantages(samples: Sequence[Sample], advantages: Sequence[Tensor]) -> 
     """[B, T]."""
     rows = [values.expand(len(sample.mask)) for values, sample in zip(advantages, samples, strict=True)]
     return pad_sequence(rows, batch_first=True)
+
+
+def _teacher_logprobs(samples: Sequence[Sample]) -> Tensor | None:
+    if all(sample.score.teacher_logprobs is None for sample in samples):
+        return None
+    rows = [sample.teacher_logprobs for sample in samples]
+    return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True, padding_value=torch.nan)
 
 
 def _kept_tokens(samples: Sequence[Sample]) -> KeptTokens | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pipeline.config import AlgorithmSettings, StalenessSettings
 from pipeline.errors import MessageError, RunStalledError
 from pipeline.feeder import Feeder
-from pipeline.filters import is_nonfinite, is_out_of_range, is_unscored, is_zero_variance, reward_problem
+from pipeline.filters import is_nonfinite, is_out_of_range, is_taught, is_unscored, is_zero_variance, reward_problem
 from pipeline.keys import Stream
 from pipeline.messages import ScoredGroup
 from pipeline.staleness import version_range
@@ -130,7 +130,8 @@ class Collector:
 
     def _flaw(self, group: ScoredGroup) -> DropReason | None:
         self._last_problem = reward_problem(group) or self._last_problem
-        if is_unscored(group):
+        has_teacher = self._algorithm.distillation > 0 and is_taught(group)
+        if is_unscored(group) and not has_teacher:
             return DropReason.UNSCORED
         if is_nonfinite(group):
             return DropReason.NONFINITE

@@ -15,6 +15,7 @@
     +-- WeightError                     weights that fail verification; the old version goes on serving
     +-- CheckpointError                 a checkpoint cannot be written or read; older ones are untouched
     |   +-- DiskFullError               there is no space left for it
+    +-- ScoringError                    a teacher or judge could not deal with one group
     +-- EngineError                     a generation engine failed on one group
     +-- EngineLostError                 a generation engine has ended; its worker ends, its groups go to others
 
@@ -101,6 +102,10 @@ class EngineError(RollstreamError):
 
 class EngineLostError(RollstreamError):
     """A generation engine has ended. Nothing is wrong with the groups that it had."""
+
+
+class ScoringError(RollstreamError):
+    """A teacher or a judge could not deal with a group, or with a completion."""
 
 
 def few(names: Collection[str]) -> str:

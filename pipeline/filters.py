@@ -29,6 +29,11 @@ def is_unscored(group: ScoredGroup) -> bool:
     return all(reward is None for reward in rewards_of(group))
 
 
+def is_taught(group: ScoredGroup) -> bool:
+    """Whether a teacher has said something of a completion."""
+    return any(score.teacher_logprobs is not None for score in group.scores)
+
+
 def reward_problem(group: ScoredGroup) -> str:
     """What went wrong in a reward function, of the first completion of which there is something to say; else empty."""
     problems = (f"{part.name}: {part.problem}" for score in group.scores for part in score.parts if part.problem)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Control", "Fleet", "RunFacts", "WorkerInfo", "new_worker_id"]
 
+_MODELS_THAT_SCORE = ("agreed:scoring.teachers", "agreed:scoring.judges")  # lists as JSON
 # Long enough to be seen and asked about; every start of a worker has an id of its own.
 _FORGET_AFTER_S = 180.0
 _Result = TypeVar("_Result")
@@ -179,9 +180,9 @@ class Fleet:
 
     async def facts(self) -> RunFacts:
         """The run as a whole, at one instant."""
-        clock, (run_id, created_at, version), (paused, stop_reason), trainer = await self._transact(
+        clock, (run_id, created_at, version, teachers, judges), (paused, stop_reason), trainer = await self._transact(
             ("TIME",),
-            ("HMGET", self._keys.meta, "run_id", "created_at", "weight_version"),
+            ("HMGET", self._keys.meta, "run_id", "created_at", "weight_version", *_MODELS_THAT_SCORE),
             ("HMGET", self._keys.control, "paused", "stop_reason"),
             ("GET", self._keys.trainer_lock),
         )
@@ -193,6 +194,8 @@ class Fleet:
             is_paused=paused is not None,
             stop_reason=_text(stop_reason),
             trainer=_text(trainer),
+            has_teachers=_text(teachers) not in {None, "[]"},
+            has_judges=_text(judges) not in {None, "[]"},
         )
 
     async def forget_run(self) -> int:

@@ -25,11 +25,23 @@ def run_of(key: str) -> str:
 
 
 class Stream(StrEnum):
-    """The three queues that a group passes, in order of flow."""
+    """The queues that a group passes, in order of flow. Those of stages that a run does not have stay empty."""
 
     PROMPTS = "prompts"
     ROLLOUTS = "rollouts"
+    TO_TEACH = "to_teach"
+    TO_JUDGE = "to_judge"
     SCORED = "scored"
+
+
+TAKEN_BY: Mapping[Stream, str] = {
+    Stream.PROMPTS: "generator",
+    Stream.ROLLOUTS: "scorer",
+    Stream.TO_TEACH: "teacher",
+    Stream.TO_JUDGE: "judge",
+    Stream.SCORED: "trainer",
+}
+"""Stream -> role of the workers that claim from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +69,7 @@ class Keys:
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """The three queues in order of flow."""
+        """The queues in order of flow."""
         return tuple(self.stream(stream) for stream in Stream)
 
     @property

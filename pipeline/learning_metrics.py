@@ -28,6 +28,9 @@ class LearningMetrics(MetricTable):
         "nats", "Mean over the last step's tokens.", "Near 0 the policy explores no more.", roles=_TRAINER
     )
     kl = late_gauge("nats", "Divergence from the initial policy; 0 without kl_coef.", "Grows slowly.", roles=_TRAINER)
+    teacher_kl = late_gauge(
+        "nats", "Divergence from the teacher; 0 without distillation_coef.", "What distillation lowers.", roles=_TRAINER
+    )
     effective_sample_size = late_gauge(
         "ratio",
         "Share of the tokens that the importance weights leave, 0 to 1.",
@@ -78,6 +81,12 @@ class LearningMetrics(MetricTable):
     )
     masked_tokens_total = counter(
         "tokens", "Tokens kept out of the loss for their age.", "Wasted generation.", roles=_TRAINER
+    )
+    untaught_tokens_total = counter(
+        "tokens",
+        "Trained tokens of which no teacher has said anything, with distillation_coef.",
+        "0, unless rows have no teacher on purpose.",
+        roles=_TRAINER,
     )
     importance_ratio_by_age = gauges(
         "age",

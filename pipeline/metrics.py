@@ -25,14 +25,14 @@ from pipeline.instruments import (
     info,
     late_gauge,
 )
-from pipeline.keys import Stream
+from pipeline.keys import TAKEN_BY
 from pipeline.learning_metrics import LearningMetrics
 from pipeline.queues.ledger import DropReason
 from pipeline.weight_metrics import WeightMetrics
 
-_STAGES = ("generator", "scorer", "trainer")
+_STAGES = tuple(TAKEN_BY.values())
 _GENERATOR = ("generator",)
-_SCORER = ("scorer",)
+_JUDGES = ("scorer", "judge")
 _TRAINER = ("trainer",)
 _TOKEN_MAKERS = ("generator", "trainer")
 
@@ -127,6 +127,8 @@ class Metrics(LearningMetrics, WeightMetrics):
         starts={
             "generator": ("no_input", "stale_weights", "output_full", "paused"),
             "scorer": ("no_input", "output_full", "paused"),
+            "teacher": ("no_input", "output_full", "paused"),
+            "judge": ("no_input", "output_full", "paused"),
             "trainer": ("no_input", "paused"),
         },
     )
@@ -147,7 +149,7 @@ class Metrics(LearningMetrics, WeightMetrics):
         unit="groups",
         help="Groups that no one can process, by the stream they were claimed from.",
         reading="Should stay at 0; `rollstream streams dead-letters` shows the reasons.",
-        starts={"generator": (Stream.PROMPTS,), "scorer": (Stream.ROLLOUTS,), "trainer": (Stream.SCORED,)},
+        starts={role: (stream,) for stream, role in TAKEN_BY.items()},
     )
     dropped_total = counters(
         "reason",
@@ -160,32 +162,32 @@ class Metrics(LearningMetrics, WeightMetrics):
         "function",
         "outcome",
         unit="completions",
-        help="Completions judged by a reward function, by outcome.",
+        help="Completions judged by a reward function or a judge, by outcome.",
         reading="Errors and timeouts are not zeros: they leave the completion unscored.",
-        roles=_SCORER,
+        roles=_JUDGES,
     )
     reward_value = histograms(
         "function",
         unit="reward",
-        help="Values that a reward function gave.",
+        help="Values that a reward function or a judge gave.",
         reading="All in one bucket: the function tells nothing apart.",
         buckets=REWARDS,
-        roles=_SCORER,
+        roles=_JUDGES,
     )
     reward_accumulated = gauges(
         "function",
         unit="reward",
         help="Sum of the values that a reward function gave; no counter, as rewards may be negative.",
         reading="Its `delta` over the increase of reward_value_count is the mean.",
-        roles=_SCORER,
+        roles=_JUDGES,
     )
     reward_seconds = histograms(
         "function",
         unit="seconds",
-        help="Time of one call of a reward function.",
+        help="Time of one call of a reward function, or of a judge for one group.",
         reading="Compare with scoring.timeout_s.",
         buckets=SECONDS,
-        roles=_SCORER,
+        roles=_JUDGES,
     )
     step = gauge("steps", "Optimiser steps done.", "Stands still: look at what limits the rate.", roles=_TRAINER)
     last_step_timestamp_seconds = late_gauge(

@@ -1,4 +1,4 @@
-"""A run as a picture: three queues, four arrows with rates, the way back of the weights, the workers.
+"""A run as a picture: its queues, arrows with rates between them, the way back of the weights, the workers.
 
 In: a `RunStatus`, what was seen before it, and a width. Out: lines of styled text that fit. It reads
 and writes nothing. Only who shows it imports this: it needs `rich`.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from rich.text import Text
 
-from pipeline.keys import Stream
+from pipeline.keys import TAKEN_BY, Stream
 from pipeline.messages import Json
 from pipeline.queues.ledger import Depth
 from pipeline.roster import WorkerInfo
@@ -23,7 +23,8 @@ from pipeline.status import headline, ledger_lines, limit_line
 NARROWEST, _WIDE = 80, 100
 _KEPT = 240  # samples
 _BARS = "▁▂▃▄▅▆▇█"
-_FEEDER, _STAGES = "feeder", ("generator", "scorer", "trainer")
+_FEEDER = "feeder"
+_MOST_IN_A_ROW = 3
 _WINDOW_S = 60.0
 _STATES = {"running": "green", "waiting": "yellow", "starting": "cyan", "paused": "magenta", "draining": "magenta"}
 _DIM, _LIMIT, _BLOCKED = "bright_black", "bold yellow", "bold red"
@@ -46,7 +47,7 @@ class History:
             self.fed.popleft()
         for stream, depth in status.streams.items():
             self.depths.setdefault(stream, deque(maxlen=_KEPT)).append(depth.length)
-        for arrow in (_FEEDER, *_STAGES):
+        for arrow in (_FEEDER, *TAKEN_BY.values()):
             self.rates.setdefault(arrow, deque(maxlen=_KEPT)).append(self.rate(arrow, status) or 0.0)
         if status.reward_mean is not None and status.step != self._step:
             self.rewards.append(status.reward_mean)
@@ -96,14 +97,21 @@ def _limit(status: RunStatus, width: int) -> list[Text]:
 
 
 def _flow(status: RunStatus, history: History, width: int) -> list[Text]:
-    """Arrow, queue, arrow, queue, arrow, queue, arrow; each a column of six lines."""
+    """Arrow, queue, arrow, queue, arrow, queue, arrow; each a column of six lines. More queues take a second row."""
     box = max(13, width // 6)
     arrow = (width - 3 * box) // 4
-    columns = [_arrow(_FEEDER, status, history, arrow)]
-    for stage, (stream, depth) in zip(_STAGES, status.streams.items(), strict=True):
-        rest = arrow if stage != "trainer" else width - 3 * (box + arrow) + 1
-        columns += [_queue(stream, depth, history, box), _arrow(stage, status, history, rest)]
-    return [Text.assemble(*parts) for parts in zip(*columns, strict=True)]
+    queues = list(status.streams.items())
+    first = len(queues) if len(queues) <= _MOST_IN_A_ROW else (len(queues) + 1) // 2
+    lines: list[Text] = []
+    for row in (queues[:first], queues[first:]):
+        columns = [] if lines else [_arrow(_FEEDER, status, history, arrow)]
+        for stream, depth in row:
+            stage = TAKEN_BY[stream]
+            rest = arrow if stage != "trainer" else width - len(row) * (box + arrow) + 1
+            columns += [_queue(stream, depth, history, box), _arrow(stage, status, history, rest)]
+        if row:
+            lines += [Text.assemble(*parts) for parts in zip(*columns, strict=True)]
+    return lines
 
 
 def _arrow(stage: str, status: RunStatus, history: History, width: int) -> list[Text]:
@@ -128,7 +136,7 @@ def _shaft(stage: str, status: RunStatus, number: int, width: int) -> str:
     if stage == "trainer":
         step = "" if status.step is None else str(status.step)
         return f"▶ step {step}" if len(step) + 7 <= width + 1 else f"▶ {step}"
-    number_of = f"x{number}" if stage in {"generator", "scorer"} else ""
+    number_of = f"x{number}" if stage != _FEEDER else ""
     return f"{number_of:─^{width - 1}}▶"
 
 
@@ -162,6 +170,8 @@ def _way_back(status: RunStatus, width: int) -> Text:
     style = _LIMIT if status.limit.stage == "weights" else _DIM
     at = f"{min(served)} to {max(served)}" if served and min(served) < max(served) else f"{min(served, default='none')}"
     label = f" weights: version {status.weight_version if status.weight_version is not None else 'none'}, served {at} "
+    if len(status.streams) > _MOST_IN_A_ROW:
+        return Text(f"──{label}", style=style)
     length = 2 * arrow + 2 * box - 1
     return Text(" " * (arrow + box + 2) + "▲" + f"{label:─^{length}}"[:length] + "┘", style=style)
 

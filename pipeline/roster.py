@@ -72,6 +72,7 @@ class RunFacts:
 
     run_id: None when nobody has joined yet. at, created_at: Unix seconds by Redis's clock.
     stop_reason: why it is over. trainer: worker id of the trainer that holds the lock.
+    has_teachers, has_judges: whether it has these stages.
     """
 
     at: float
@@ -81,6 +82,8 @@ class RunFacts:
     is_paused: bool = False
     stop_reason: str | None = None
     trainer: str | None = None
+    has_teachers: bool = False
+    has_judges: bool = False
 
 
 def record_of(worker: WorkerInfo) -> str:

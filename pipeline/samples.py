@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from pipeline.errors import MessageError
 from pipeline.filters import rewards_of
-from pipeline.messages import Completion, PromptGroup, Score, ScoredGroup, TokenIds
+from pipeline.messages import Completion, Floats, PromptGroup, Score, ScoredGroup, TokenIds
 from pipeline.staleness import Ages, Assessment
 
 BoolMask: TypeAlias = npt.NDArray[np.bool_]
@@ -50,6 +50,17 @@ class Sample:
         return int(self.mask.sum())
 
     @property
+    def teacher_logprobs(self) -> Floats:
+        """[T], NaN where no teacher has said anything."""
+        said = self.score.teacher_logprobs
+        return np.full(len(self.completion), np.nan, dtype=np.float32) if said is None else np.array(said)
+
+    @property
+    def num_untaught(self) -> int:
+        """Tokens to train on of which no teacher has said anything."""
+        return int((self.mask & np.isnan(self.teacher_logprobs)).sum())
+
+    @property
     def length(self) -> int:
         """Tokens of prompt and completion."""
         return len(self.prompt_token_ids) + len(self.completion)
@@ -74,7 +85,7 @@ def make_samples(groups: Sequence[ScoredGroup], assessments: Sequence[Assessment
             assessment.token_ages,
             strict=True,
         ):
-            is_wanted = (kept != 0) & (reward is not None)
+            is_wanted = (kept != 0) & (reward is not None or score.teacher_logprobs is not None)
             mask = is_wanted & np.isfinite(completion.generator_logprobs)
             has_gap = prompt.sampling.is_truncated and completion.sampling_mask is None
             samples.append(

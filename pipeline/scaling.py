@@ -1,4 +1,4 @@
-"""How many generators and scorers a run is to have: what people ask for, and the `up` that carries it out.
+"""How many workers a run is to have before its trainer: what people ask for, and the `up` that carries it out.
 
 In: numbers from `rollstream scale` or an autoscaler. Out: the same to the one `up` that answers for
 the run. It starts and ends nothing itself. An `up` that is gone answers for a few seconds more.
@@ -16,8 +16,8 @@ from pipeline.queues.connection import Script, until_accepted
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-GENERATOR, SCORER = "generator", "scorer"
-SCALED_ROLES = (GENERATOR, SCORER)
+GENERATOR, SCORER, TEACHER, JUDGE = "generator", "scorer", "teacher", "judge"
+SCALED_ROLES = (GENERATOR, SCORER, TEACHER, JUDGE)
 
 
 class Scaling:

@@ -48,7 +48,7 @@ _FORGET_CONSUMER_MS = 3600 * 1000
 
 
 class Streams(Accounts):
-    """The three streams of one run, as one consumer sees them.
+    """The streams of one run, as one consumer sees them.
 
     consumer: unique among living workers; a worker that comes back under its name finds its leases.
     """

@@ -14,8 +14,12 @@ from pipeline.run.limits import Limit, limiting_stage
 RUNNING: dict[str, Json] = {"ready": True, "state": "running", "progress_age_s": 0.5, "idle_ratio": 0.5}
 
 
-def depths(prompts: int = 0, rollouts: int = 0, scored: int = 0, *, pending: int = 0) -> dict[Stream, Depth]:
-    lengths = dict(zip(Stream, (prompts, rollouts, scored), strict=True))
+def depths(
+    prompts: int = 0, rollouts: int = 0, scored: int = 0, *, pending: int = 0, **more: int
+) -> dict[Stream, Depth]:
+    """more: of the stages that only some runs have, as in to_teach=3."""
+    named = {"prompts": prompts, "rollouts": rollouts, **more, "scored": scored}
+    lengths = {stream: named[stream] for stream in Stream if stream in named}
     return {
         stream: Depth(
             length=length,

@@ -19,6 +19,7 @@ from pipeline.queues.leases import Death
 from pipeline.queues.ledger import Depth
 from pipeline.roster import RunFacts
 from pipeline.run.metrics import RunCollector
+from pipeline.run.status import in_use
 from pipeline.status import Limit, collect, limiting_stage, render
 from pipeline.streams import Entry, Streams
 from pipeline.worker.state import WorkerState
@@ -164,7 +165,7 @@ def test_before_the_first_step_the_fuller_queue_shows_the_slowest(streams: Mappi
 async def test_groups_that_a_lost_worker_holds_are_a_cause_of_their_own(redis: Redis, keys: Keys) -> None:
     await a_run(redis, keys)
     lost = worker("generator", is_alive=False)
-    streams = await Accounts(redis, keys, consumer="test").depths()
+    streams = in_use(await Accounts(redis, keys, consumer="test").depths(), RunFacts(at=0.0))
     assert streams[Stream.PROMPTS].holders == {"scorer-a": 1}
     holder = replace(lost, worker_id="scorer-a")
     found = limit(streams, [*everyone(), holder])

@@ -277,7 +277,7 @@ async def generate(context: WorkerContext, engine: GenerationEngine, turn: Devic
         saver = group.create_task(work.save_as_it_goes())
         watchdog = Watchdog(engine, context.config.generation.stall_s, lambda: alternation.is_asleep)
         watching = group.create_task(watchdog.run())
-        stage = Stage(context, source=Stream.PROMPTS, target=Stream.ROLLOUTS, work=work)
+        stage = Stage(context, source=Stream.PROMPTS, work=work)
         await stage.run(may_claim=work.may_claim)
         for task in (follower, alternating, stopper, saver, watching):
             task.cancel()

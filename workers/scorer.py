@@ -15,8 +15,9 @@ from pipeline.keys import Stream
 from pipeline.messages import Outcome, RolloutGroup, Score, ScoredGroup
 from pipeline.rewards import RewardPool
 from pipeline.streams import Entry, Lease
-from pipeline.wire import decode, encode
+from pipeline.wire import decode
 from pipeline.worker.lifecycle import WorkerContext, run_worker
+from pipeline.worker.scored import entry_of
 from pipeline.worker.stage import Stage
 
 
@@ -51,12 +52,7 @@ class ScoringWork:
             scorer=context.worker_id,
             hops={"scorer_claimed": claimed, "scored": time.time()},
         )
-        return Entry(
-            group_id=lease.group_id,
-            weight_version=min(completion.spans[0].weight_version for completion in rollout.completions),
-            payload=encode(scored),
-            is_evaluation=rollout.prompt.is_evaluation,
-        )
+        return entry_of(lease, scored)
 
     def _count(self, rollout: RolloutGroup, scores: tuple[Score, ...]) -> None:
         metrics = self._context.metrics
@@ -92,7 +88,7 @@ async def body(context: WorkerContext) -> None:
         work = ScoringWork(context, pool)
         async with asyncio.TaskGroup() as group:
             telling = group.create_task(_tell(context, pool))
-            await Stage(context, source=Stream.ROLLOUTS, target=Stream.SCORED, work=work).run()
+            await Stage(context, source=Stream.ROLLOUTS, work=work).run()
             telling.cancel()
     finally:
         await pool.close()

@@ -64,6 +64,8 @@ USERS = {
         keys=(*_STREAMS, *_FLEET, *_DEVICE), commands=f"{_CONNECTION} {_PRESENCE} {_GROUPS} get set del"
     ),
     "scorer": Access(keys=(*_STREAMS, *_FLEET), commands=f"{_CONNECTION} {_PRESENCE} {_GROUPS}"),
+    "teacher": Access(keys=(*_STREAMS, *_FLEET), commands=f"{_CONNECTION} {_PRESENCE} {_GROUPS}"),
+    "judge": Access(keys=(*_STREAMS, *_FLEET), commands=f"{_CONNECTION} {_PRESENCE} {_GROUPS}"),
     "exporter": Access(
         keys=(*_STREAMS, *_FLEET),
         reads=("trainer_lock", "crew"),

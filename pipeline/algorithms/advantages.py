@@ -66,6 +66,11 @@ def opo(batch: RewardBatch, settings: AlgorithmSettings) -> Tensor:
     return batch.spread(torch.where(batch.is_scored & ~is_constant, batch.outcomes - baseline, 0.0))
 
 
+def none(batch: RewardBatch, settings: AlgorithmSettings) -> Tensor:
+    """A_i = 0: rewards are reported and teach nothing, as where a teacher alone is learnt from."""
+    return batch.mask.new_zeros(len(batch.mask), dtype=torch.float64)
+
+
 ADVANTAGES: dict[str, AdvantageFunction] = {
     "group_mean_std": group_mean_std,
     "group_mean": group_mean,
@@ -75,4 +80,5 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "maxrl": maxrl,
     "gdpo": gdpo,
     "opo": opo,
+    "none": none,
 }

@@ -23,6 +23,7 @@ from pipeline.algorithms.carriers import (
     ProximalFunction,
     Stats,
 )
+from pipeline.algorithms.distillation import reverse_kl_advantages
 from pipeline.algorithms.divergences import k3
 from pipeline.algorithms.proximal import generator as generator_is_proximal
 from pipeline.algorithms.ratios import bounded_exp, usable_ratios
@@ -52,7 +53,8 @@ class Algorithm:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenInputs:
     """One micro-batch, all [B, T]. mask: bool. ages: int64. ref_logprobs: only where there is a KL term.
-    limit: of m2po, from the whole batch."""
+    limit: of m2po, from the whole batch. teacher_logprobs: NaN where no teacher has said anything; only where
+    there is one."""
 
     trainer_logprobs: Tensor
     generator_logprobs: Tensor
@@ -61,6 +63,7 @@ class TokenInputs:
     ages: Tensor
     ref_logprobs: Tensor | None = None
     limit: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,11 +86,12 @@ def evaluate(algorithm: Algorithm, inputs: TokenInputs) -> Objective:
     mask = inputs.mask & is_usable
     if inputs.ref_logprobs is not None:
         mask = mask & torch.isfinite(inputs.ref_logprobs)
+    advantages, taught = _with_teacher(algorithm, inputs, current)
     anchor = algorithm.anchor(current, generator, inputs.ages)
     correction = algorithm.correction(
         CorrectionInputs(
             log_ratios=torch.where(mask, anchor - generator, 0.0),
-            advantages=inputs.advantages,
+            advantages=advantages,
             mask=mask,
             limit=inputs.limit,
         ),
@@ -97,20 +101,30 @@ def evaluate(algorithm: Algorithm, inputs: TokenInputs) -> Objective:
         LossInputs(
             trainer_logprobs=trainer,
             old_logprobs=algorithm.proximal(current, generator, inputs.ages),
-            advantages=inputs.advantages,
+            advantages=advantages,
             mask=mask,
         ),
         algorithm.settings,
     )
     losses = correction.weights * policy.losses
     log_ratios = current - generator
-    stats = {**correction.stats, **policy.stats, "importance_ratio": log_ratios.exp(), "mismatch_kl": k3(log_ratios)}
+    stats = {**correction.stats, **policy.stats, **taught}
+    stats |= {"importance_ratio": log_ratios.exp(), "mismatch_kl": k3(log_ratios)}
     if inputs.ref_logprobs is not None:
         divergence = algorithm.divergence(_finite(inputs.ref_logprobs) - trainer)
         stats["kl"] = divergence.detach()
         if algorithm.settings.kl_in == "loss":
             losses = losses + algorithm.settings.kl_coef * _weighed(divergence, trainer - generator, algorithm.settings)
     return Objective(losses=torch.where(mask, losses, 0.0), mask=mask, log_ratios=log_ratios, stats=stats)
+
+
+def _with_teacher(algorithm: Algorithm, inputs: TokenInputs, current: Tensor) -> tuple[Tensor, Stats]:
+    """Advantages [B, T] with distillation_coef times the teacher's part, and what there is to know of it."""
+    if inputs.teacher_logprobs is None or not algorithm.settings.distillation:
+        return inputs.advantages, {}
+    gains = reverse_kl_advantages(inputs.teacher_logprobs, current)
+    is_taught = (~torch.isnan(inputs.teacher_logprobs)).to(gains.dtype)
+    return inputs.advantages + algorithm.settings.distillation * gains, {"teacher_kl": -gains, "taught": is_taught}
 
 
 def _weighed(divergence: Tensor, log_ratios: Tensor, settings: AlgorithmSettings) -> Tensor:

@@ -94,6 +94,11 @@ def _unread(report: Report) -> None:
                 f"generation.{name} is not read, since generation.engine = {generation.engine!r}: "
                 f"set generation.engine = {name!r}, or leave it out"
             )
+    if config.scoring.teachers and not config.algorithm.distillation:
+        report.warnings.append(
+            "scoring.teachers: what they say is not read, since algorithm.distillation_coef = 0; raise it, or set "
+            "algorithm.preset = 'opd'"
+        )
     if not generation.merge_lora:
         return
     if not config.lora.rank:
@@ -206,8 +211,10 @@ def _rewards(report: Report) -> None:
         for dataset in report.datasets
         for index in dataset.kinds().values()
     ]
-    rewards = load_rewards(report.config.scoring.rewards, rows)
-    report.saw("rewards", ", ".join(f"{reward.name} (weight {reward.weight:g})" for reward in rewards))
+    scoring = report.config.scoring
+    rewards = load_rewards(scoring.rewards, rows, may_be_none=scoring.has_models)
+    if rewards:
+        report.saw("rewards", ", ".join(f"{reward.name} (weight {reward.weight:g})" for reward in rewards))
 
 
 def _trial(report: Report) -> None:

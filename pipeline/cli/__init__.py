@@ -18,7 +18,7 @@ from pipeline.cli.control import drain, pause, reset, resume, scale
 from pipeline.cli.inspect import rollouts, status, streams, workers
 from pipeline.cli.keys import keys
 from pipeline.cli.output import flush, open_missing, say_aside
-from pipeline.cli.roles import demo, exporter, generator, scorer, trainer, up
+from pipeline.cli.roles import demo, exporter, generator, judge, scorer, teacher, trainer, up
 from pipeline.cli.settings import config, doctor
 from pipeline.errors import RollstreamError
 
@@ -46,6 +46,8 @@ for command in (
     up,
     generator,
     scorer,
+    teacher,
+    judge,
     trainer,
     exporter,
     status,

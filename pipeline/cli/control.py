@@ -97,6 +97,8 @@ def scale(sources: Sources, numbers: tuple[str, ...]) -> int:
 
         await Fleet(redis, keys).refuse_unknown()
         scaling = Scaling(redis, keys)
+        if kept := await scaling.kept():
+            _refuse_absent(wanted, kept, keys.run)
         before = await scaling.ask(wanted)
         if before is None:
             raise UsageError(
@@ -111,6 +113,13 @@ def scale(sources: Sources, numbers: tuple[str, ...]) -> int:
     return 0
 
 
+def _refuse_absent(wanted: dict[str, int], kept: dict[str, int], run: str) -> None:
+    """Raises UsageError for a stage that the run does not have."""
+    for role in wanted:
+        if role not in kept:
+            raise UsageError(f"{role}s: run {run!r} has none, since [[scoring.{role}s]] of its settings is empty")
+
+
 def _read_numbers(words: tuple[str, ...]) -> dict[str, int]:
     from pipeline.scaling import SCALED_ROLES
 
@@ -119,7 +128,7 @@ def _read_numbers(words: tuple[str, ...]) -> dict[str, int]:
     for word in words:
         name, _, number = word.partition("=")
         if name not in roles or not number.isascii() or not number.isdigit():
-            raise UsageError(f"{word!r}: say {' or '.join(roles)} and a number, for example generators=3 scorers=2")
+            raise UsageError(f"{word!r}: say {', '.join(roles)} and a number, for example generators=3 scorers=2")
         if len(number.lstrip("0")) > len(str(_MOST)) or int(number[-len(str(_MOST)) :]) > _MOST:
             shown = word if len(word) <= _MAX_SHOWN else word[: _MAX_SHOWN - 3] + "..."
             raise UsageError(f"{shown!r}: at most {_MOST} workers of one kind run on one machine")

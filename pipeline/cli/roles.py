@@ -50,6 +50,8 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 generator = _worker("generator", "Sample completions for prompts with the newest weights.")
 scorer = _worker("scorer", "Give completions their rewards.")
+teacher = _worker("teacher", "Give completions the logprobs of models to learn from.")
+judge = _worker("judge", "Give completions rewards by models that judge them.")
 trainer = _worker("trainer", "Feed prompts, train on scored groups, publish weights.", can_resume)
 exporter = _worker("exporter", "Serve metrics of the queues and of the whole run.")
 
@@ -59,11 +61,21 @@ exporter = _worker("exporter", "Serve metrics of the queues and of the whole run
 @can_resume
 @click.option("--generators", "num_generators", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--scorers", "num_scorers", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--teachers", "num_teachers", type=click.IntRange(min=1), help="Where the run has any.  [default: 1]")
+@click.option("--judges", "num_judges", type=click.IntRange(min=1), help="Where the run has any.  [default: 1]")
 @click.option(
     "--exporter/--no-exporter", "has_exporter", default=True, show_default=True, help="Metrics of the queues."
 )
 @click.option("--autoscale", "is_autoscaled", is_flag=True, help="Choose the numbers by what the run needs.")
-def up(sources: Sources, num_generators: int, num_scorers: int, has_exporter: bool, is_autoscaled: bool) -> int:
+def up(
+    sources: Sources,
+    num_generators: int,
+    num_scorers: int,
+    num_teachers: int | None,
+    num_judges: int | None,
+    has_exporter: bool,
+    is_autoscaled: bool,
+) -> int:
     """Run the whole pipeline on this machine, supervised.
 
     Workers that fail are started again. It ends when the trainer is done; Ctrl-C drains, a second
@@ -74,6 +86,7 @@ def up(sources: Sources, num_generators: int, num_scorers: int, has_exporter: bo
 
     from pipeline.checks.config import check_quickly
     from pipeline.cli.console import Console
+    from pipeline.errors import UsageError
     from pipeline.local.crew import Crew
     from pipeline.local.run import LocalRun
     from pipeline.local.summary import summary_lines
@@ -88,7 +101,19 @@ def up(sources: Sources, num_generators: int, num_scorers: int, has_exporter: bo
         return 0
     for warning in check_quickly(config).warnings:
         say_aside(f"warning: {warning}")
-    crew = Crew(num_generators=num_generators, num_scorers=num_scorers, has_exporter=has_exporter)
+    for option, number, models in (
+        ("teachers", num_teachers, config.scoring.teachers),
+        ("judges", num_judges, config.scoring.judges),
+    ):
+        if number is not None and not models:
+            raise UsageError(f"--{option} {number}: the run has none; name one in a [[scoring.{option}]] table")
+    crew = Crew(
+        num_generators=num_generators,
+        num_scorers=num_scorers,
+        num_teachers=num_teachers or 1,
+        num_judges=num_judges or 1,
+        has_exporter=has_exporter,
+    )
     with LocalRun(config, crew) as run:
         console = Console(run.names)
         console.say(f"run {run.config.run.name!r} in {run.config.run_dir}")

@@ -21,8 +21,6 @@ from pipeline.config.generation import (
     LoraSettings,
     ModelSettings,
     OpenAiSettings,
-    RewardSettings,
-    ScoringSettings,
     ScriptedSettings,
 )
 from pipeline.config.learning import EvaluationSettings, StalenessSettings, TrainerSettings
@@ -37,6 +35,7 @@ from pipeline.config.run import (
     TrackingSettings,
     WorkerSettings,
 )
+from pipeline.config.scoring import JudgeSettings, RewardSettings, ScoringSettings, TeacherSettings
 from pipeline.config.weights import LOOPBACK, WeightSettings
 
 __all__ = [
@@ -50,6 +49,7 @@ __all__ = [
     "EvaluationSettings",
     "ExporterSettings",
     "GenerationSettings",
+    "JudgeSettings",
     "LoraSettings",
     "ModelSettings",
     "OpenAiSettings",
@@ -61,6 +61,7 @@ __all__ = [
     "ScriptedSettings",
     "Section",
     "StalenessSettings",
+    "TeacherSettings",
     "TrackingSettings",
     "TrainerSettings",
     "WeightSettings",

@@ -44,7 +44,8 @@ def advice(algorithm: AlgorithmSettings, generation: GenerationSettings, stalene
             f"algorithm.proximal = 'recomputed' with algorithm.correction = {resolved.correction!r}: tokens of older "
             "weights are trained on as if they were new; set proximal to 'generator', or correction to 'tis'"
         )
-    if generation.group_size == 1 and resolved.advantage != "reinforce_pp" and resolved.process == "none":
+    learns_alone = resolved.advantage in {"reinforce_pp", "none"} or resolved.process != "none"
+    if generation.group_size == 1 and not learns_alone and not resolved.distillation:
         found.append(
             f"generation.group_size = 1: algorithm.advantage = {resolved.advantage!r} compares a completion with the "
             "others of its group, so nothing would be learnt; raise it, or set the advantage to 'reinforce_pp'"

@@ -37,7 +37,7 @@ class AlgorithmSettings(Section):
     advantage: str = Field(
         "",
         description="How rewards become advantages: group_mean_std, group_mean, rloo, reinforce_pp, "
-        "reinforce_pp_baseline, maxrl, gdpo, opo.",
+        "reinforce_pp_baseline, maxrl, gdpo, opo, none.",
     )
     loss: str = Field("", description="The policy loss: ppo_clip, gspo, cispo, sapo, gmpo, topr, dppo.")
     correction: str = Field(
@@ -107,6 +107,11 @@ class AlgorithmSettings(Section):
         0.2, description="Share of generation.max_tokens, at its end, in which the loss of reward grows."
     )
     overlong_penalty: Factor = Field(1.0, description="Reward lost by a completion of full length.")
+    distillation_coef: Factor | Literal["preset"] = Field(
+        "preset",
+        description="Weight of what scoring.teachers say of each token, added to its advantage; preset: 1 with opd, "
+        "else 0.",
+    )
     kl_coef: Factor = Field(0.0, description="Weight of the KL divergence to the initial policy; 0 loads no reference.")
     kl_estimator: Literal["", "k1", "k2", "k3"] = Field("", description="How it is estimated: k1, k2, k3.")
     kl_in: Literal["", "loss", "reward"] = Field(
@@ -141,6 +146,8 @@ class AlgorithmSettings(Section):
         for name in ("overlong", "drop_zero_variance"):
             chosen = getattr(self, name)
             filled[name] = getattr(preset, name) if chosen == "preset" else chosen
+        if self.distillation and self.drop_zero_variance == "preset":
+            filled["drop_zero_variance"] = False  # a teacher tells more of them than their rewards do
         return self.model_copy(update=filled)
 
     @property
@@ -148,6 +155,14 @@ class AlgorithmSettings(Section):
         """Lowest and highest mean reward of a group to train on; infinite where there is no bound."""
         lowest, highest = self.min_group_reward, self.max_group_reward
         return (-math.inf if lowest == "off" else lowest, math.inf if highest == "off" else highest)
+
+    @property
+    def distillation(self) -> float:
+        """Weight of the teachers' part; 0 without."""
+        if self.distillation_coef != "preset":
+            return self.distillation_coef
+        preset = PRESETS.get(self.preset)
+        return preset.distillation if preset else 0.0
 
     @property
     def needs_survey(self) -> bool:

@@ -35,6 +35,16 @@ def conflicts(settings: AlgorithmSettings) -> list[str]:
             f"algorithm.dual_clip = {resolved.dual_clip:g} would end the gradient of every token with a negative "
             "advantage; set it above 1, 3 is usual, or to 0 for none"
         )
+    if resolved.advantage == "none" and not resolved.distillation:
+        found.append(
+            "algorithm.advantage = 'none' with algorithm.distillation_coef = 0 leaves nothing to learn; raise "
+            "distillation_coef, or set the advantage to 'group_mean_std'"
+        )
+    if resolved.advantage == "none" and resolved.kl_coef and resolved.kl_in == "reward":
+        found.append(
+            "algorithm.kl_in = 'reward' with algorithm.advantage = 'none', which looks at no reward; set kl_in to "
+            "'loss'"
+        )
     if resolved.band_low > resolved.band_high:
         found.append(
             f"algorithm.band_low = {resolved.band_low:g} is above algorithm.band_high = {resolved.band_high:g}: "

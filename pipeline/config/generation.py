@@ -1,4 +1,4 @@
-"""Settings on the way from a dataset's row to a scored group."""
+"""Settings on the way from a dataset's row to a group of completions."""
 
 from __future__ import annotations
 
@@ -160,26 +160,3 @@ class GenerationSettings(Section):
     def needs_sampling_mask(self) -> bool:
         """Whether top_p or top_k cuts tokens away, and which were left is to be replayed."""
         return self.replay_sampling_mask and (self.top_p < 1.0 or self.top_k > 0)
-
-
-class RewardSettings(Section):
-    """One reward function."""
-
-    function: str = Field(
-        description='Import path "package.module:function", a file "reward.py:function", or a shipped name.'
-    )
-    weight: float = Field(1.0, description="Factor in the sum of all rewards.")
-    timeout_s: Seconds = Field(30.0, description="A call that takes longer is stopped and counted as a time-out.")
-    name: str = Field("", description="Name in metrics and records; defaults to the function's.")
-    kwargs: dict[str, str | int | float | bool | list[str]] = Field({}, description="Passed to every call by name.")
-
-
-class ScoringSettings(Section):
-    """Rewards."""
-
-    rewards: list[RewardSettings] = Field([], description="Reward functions; their weighted sum is the reward.")
-    num_processes: Count = Field(2, description="Calls that run at once in one scorer, each in a process of its own.")
-    on_failure: Literal["unscored", "zero"] = Field(
-        "unscored",
-        description="A completion whose reward failed or timed out: leave it out of its group, or reward 0.",
-    )

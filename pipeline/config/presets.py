@@ -14,6 +14,7 @@ class Preset:
 
     proximal: what the loss forms its ratio against; empty for what suits the correction.
     kl_estimator, kl_in: of the KL term, where kl_coef asks for one.
+    distillation: weight of a teacher's part.
     drop_zero_variance, overlong: whether the algorithm samples dynamically, and shapes long completions.
     """
 
@@ -26,6 +27,7 @@ class Preset:
     kl_in: str = "loss"
     drop_zero_variance: bool = False
     overlong: bool = False
+    distillation: float = 0.0
 
 
 PRESETS: dict[str, Preset] = {
@@ -89,4 +91,6 @@ PRESETS: dict[str, Preset] = {
     "dppo": Preset(advantage="group_mean_std", loss="dppo", correction="none", aggregation="token_mean"),
     # MaxRL, arXiv 2602.02710.
     "maxrl": Preset(advantage="maxrl", loss="ppo_clip", correction="tis", aggregation="token_mean"),
+    # On-policy distillation with the reverse KL divergence, arXiv 2306.13649: a teacher says how good each token is.
+    "opd": Preset(advantage="none", loss="ppo_clip", correction="tis", aggregation="token_mean", distillation=1.0),
 }

@@ -97,6 +97,10 @@ class AutoscaleSettings(Section):
     max_generators: Natural = Field(4, description="Never more: as many as this machine has room for.")
     min_scorers: Natural = Field(1, description="Never fewer.")
     max_scorers: Natural = Field(4, description="Never more.")
+    min_teachers: Natural = Field(1, description="Never fewer, in a run that has teachers.")
+    max_teachers: Natural = Field(2, description="Never more.")
+    min_judges: Natural = Field(1, description="Never fewer, in a run that has judges.")
+    max_judges: Natural = Field(4, description="Never more.")
     trainer_idle_high: Fraction = Field(
         0.1, description="A trainer that waits for more of the time: more workers where groups wait for one."
     )
@@ -109,7 +113,7 @@ class AutoscaleSettings(Section):
 
     @model_validator(mode="after")
     def _low_is_below_high(self) -> AutoscaleSettings:
-        pairs = [(f"min_{role}", f"max_{role}") for role in ("generators", "scorers")]
+        pairs = [(f"min_{role}", f"max_{role}") for role in ("generators", "scorers", "teachers", "judges")]
         for low, high in [*pairs, ("trainer_idle_low", "trainer_idle_high")]:
             if getattr(self, low) > getattr(self, high):
                 raise ValueError(f"{low} = {getattr(self, low)} is above {high} = {getattr(self, high)}; exchange them")

@@ -32,8 +32,8 @@ _CHECK_EVERY = 2
 _ENOUGH = 0.4
 
 
-def cold_start(directory: Path, words: Sequence[str], *, enough: float = _ENOUGH) -> float:
-    """Train on `words` until `enough` are right; save model and tokeniser into `directory`.
+def cold_start(directory: Path, words: Sequence[str], *, enough: float = _ENOUGH, max_steps: int = _MAX_STEPS) -> float:
+    """Train on `words` until `enough` are right, or for `max_steps`; save model and tokeniser into `directory`.
 
     Returns the exact match on words it was not trained on, with greedy decoding. A check on that
     figure ends the training rather than a number of steps, because rounding differs between
@@ -43,7 +43,7 @@ def cold_start(directory: Path, words: Sequence[str], *, enough: float = _ENOUGH
     calibration, training = answers[:_CALIBRATION_WORDS], answers[_CALIBRATION_WORDS:]
     with _own_randomness():
         model = new_model()
-        accuracy = _train(model, training, calibration, enough)
+        accuracy = _train(model, training, calibration, enough, max_steps)
     with quiet():
         model.save_pretrained(directory)
         save_tokenizer(directory)
@@ -92,11 +92,11 @@ def exact_match(model: LlamaForCausalLM, rows: Tensor) -> float:
     return float((likeliest == _answers(rows)).all(dim=1).float().mean())
 
 
-def _train(model: LlamaForCausalLM, training: Tensor, calibration: Tensor, enough: float) -> float:
+def _train(model: LlamaForCausalLM, training: Tensor, calibration: Tensor, enough: float, max_steps: int) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / _WARMUP_STEPS))
     accuracy = 0.0
-    for step in range(1, _MAX_STEPS + 1):
+    for step in range(1, max_steps + 1):
         batch = training[torch.randint(len(training), (_BATCH,))]
         logits = _answer_logits(model, batch)
         loss = cross_entropy(logits.flatten(0, 1), _answers(batch).flatten())

@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.engines.vllm_outputs import Segment, finish_reason
 from pipeline.errors import ConfigError, EngineError, RollstreamError
 
+KEY_SETTING = "generation.openai.api_key_env"
 _MAY_PASS = {408, 425, 429}
 _NO_LOGPROB = -9999.0  # what the server writes for minus infinity and for what is no number
 _DONE = b"[DONE]"
@@ -85,7 +86,7 @@ async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
                 yield data
 
 
-def refusal(status: int, body: bytes) -> RollstreamError | PassingError:
+def refusal(status: int, body: bytes, *, key_setting: str = KEY_SETTING) -> RollstreamError | PassingError:
     """The error for a status that is not 200: what may pass, what no attempt will mend, or a wrong setting."""
     text = _message(body)
     if status in _MAY_PASS or status >= 500:
@@ -93,7 +94,7 @@ def refusal(status: int, body: bytes) -> RollstreamError | PassingError:
     if status in {401, 403} and "--enable-scale-out" in text:
         return ConfigError("it does not serve tokens; start it with --enable-scale-out")
     if status == 401:
-        return ConfigError("it wants another API key: set the variable that generation.openai.api_key_env names")
+        return ConfigError(f"it wants another API key: set the variable that {key_setting} names")
     return EngineError(f"it refused with {status}: {text}")
 
 

@@ -54,15 +54,15 @@ def api_key(config: Config) -> str:
     return os.environ.get(name, "") if name else ""
 
 
-def served_name(models: Mapping[str, Any], wanted: str) -> str:
-    """The name to ask for. models: of the route /v1/models. Raises ConfigError."""
+def served_name(models: Mapping[str, Any], wanted: str, *, setting: str = "generation.openai.model") -> str:
+    """The name to ask for. models: of the route /v1/models. setting: that names it. Raises ConfigError."""
     names = [str(model["id"]) for model in models["data"] if not model.get("parent")]
     if wanted:
         if wanted not in names:
-            raise ConfigError(f"it does not serve generation.openai.model = {wanted!r}; it serves {names}")
+            raise ConfigError(f"it does not serve {setting} = {wanted!r}; it serves {names}")
         return wanted
     if len(names) != 1:
-        raise ConfigError(f"it serves {names}; say which with generation.openai.model")
+        raise ConfigError(f"it serves {names}; say which with {setting}")
     return names[0]
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import aiohttp
 
-from pipeline.engines.openai_answers import PassingError, refusal
+from pipeline.engines.openai_answers import KEY_SETTING, PassingError, refusal
 from pipeline.errors import ConfigError
 
 TOKENS = "/inference/v1/generate"
@@ -22,10 +22,22 @@ _KEEP_ALIVE_S = 2.0  # vLLM closes what was idle for 5
 
 
 class Connection:
-    """Opened with the first request. Belongs to one event loop."""
+    """Opened with the first request. Belongs to one event loop.
 
-    def __init__(self, url: str, key: str) -> None:
+    key_setting: that names the variable with the key. missing: what to do about a server that lacks a route.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key: str,
+        *,
+        key_setting: str = KEY_SETTING,
+        missing: str = "start it with VLLM_SERVER_DEV_MODE=1 in its environment",
+    ) -> None:
         self._url = url
+        self._key_setting = key_setting
+        self._missing = missing
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._sessions: dict[str, aiohttp.ClientSession] = {}
 
@@ -37,6 +49,10 @@ class Connection:
         """One attempt. Raises PassingError, ConfigError."""
         return await self._request("GET", path, None)
 
+    async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The same as `post`, but what no attempt will mend raises EngineError."""
+        return await self._request("POST", path, body, is_patient=False)
+
     def tokens(self, body: Mapping[str, Any]) -> aiohttp.client._RequestContextManager:
         """A request for tokens, whose answer is read as it comes; raises what aiohttp raises."""
         return self._session("tokens").post(self._url + TOKENS, json=body)
@@ -46,17 +62,18 @@ class Connection:
         while self._sessions:
             await self._sessions.popitem()[1].close()
 
-    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, *, is_patient: bool = True) -> Any:
         try:
             async with self._session("control").request(method, self._url + path, json=body) as response:
                 content = await response.read()
         except (aiohttp.ClientError, OSError) as error:
             raise PassingError(f"it does not answer {path}: {type(error).__name__}: {error}") from error
         if response.status == 404:
-            raise ConfigError(f"it has no {path}: start it with VLLM_SERVER_DEV_MODE=1 in its environment")
+            raise ConfigError(f"it has no {path}: {self._missing}")
         if response.status != 200:
-            refused = refusal(response.status, content)
-            raise refused if isinstance(refused, ConfigError) else PassingError(str(refused))
+            refused = refusal(response.status, content, key_setting=self._key_setting)
+            is_final = isinstance(refused, ConfigError) or not is_patient
+            raise refused if is_final else PassingError(str(refused))
         try:
             return json.loads(content) if content else None
         except ValueError as error:

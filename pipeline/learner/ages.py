@@ -23,7 +23,7 @@ class AgeTally:
 
     def __init__(self, device: torch.device) -> None:
         self._counts = torch.zeros(OLDEST + 1, dtype=torch.float64, device=device)
-        self._sums = {name: torch.zeros_like(self._counts) for name in (*SHARES, "mismatch_kl")}
+        self._sums = {name: torch.zeros_like(self._counts) for name in (*SHARES, "mismatch_kl", "teacher_kl", "taught")}
         self._moments = torch.zeros(2, dtype=torch.float64, device=device)
         self._seen: list[tuple[Tensor, Tensor]] = []
 
@@ -57,6 +57,8 @@ class AgeTally:
         for age in np.flatnonzero(counts).tolist():
             described[f"tokens_age_{age}"] = float(counts[age])
             described |= {f"{name}_age_{age}": float(sums[name][age] / counts[age]) for name in SHARES}
+            if sums["taught"][age]:
+                described[f"teacher_kl_age_{age}"] = float(sums["teacher_kl"][age] / sums["taught"][age])
             described |= {f"ratio_{name}_age_{age}": value for name, value in self._quantiles(age).items()}
         return described
 

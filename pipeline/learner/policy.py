@@ -103,7 +103,8 @@ class PolicyLearner:
             staleness=config.staleness,
             model=config.model,
             wire_dtype=torch.bfloat16 if is_narrow or config.generation.dtype == "bfloat16" else None,
-            reward_weights=reward_weights(config.scoring.rewards),
+            reward_weights=reward_weights(config.scoring.rewards)
+            | {judge.title: judge.weight for judge in config.scoring.judges},
         )
 
     def step(self, groups: Sequence[ScoredGroup], *, trainer_version: int) -> dict[str, float]:
@@ -146,6 +147,7 @@ class PolicyLearner:
             "nonfinite_tokens": float(sum(sample.num_nonfinite for sample in samples) + num_unusable),
             "unreplayed_tokens": float(num_unreplayed),
             "unrouted_tokens": float(num_unrouted),
+            "untaught_tokens": float(self._count_untaught(samples)),
         }
 
     def _plan(self, samples: Sequence[Sample]) -> Plan:
@@ -212,6 +214,7 @@ class PolicyLearner:
                 ages=batch.ages,
                 ref_logprobs=self.policy.reference_logprobs(batch) if self._settings.kl_coef > 0 else None,
                 limit=limit.to(batch.ages.device) if limit is not None else None,
+                teacher_logprobs=batch.teacher_logprobs.to(dtype) if batch.teacher_logprobs is not None else None,
             ),
         )
         loss = (objective.losses * batch.factors.to(dtype)).sum()
@@ -242,6 +245,20 @@ class PolicyLearner:
                 way_out="run generators and trainer with the same generation.replay_routing",
             )
         return num_unreplayed, num_unrouted
+
+    def _count_untaught(self, samples: Sequence[Sample]) -> int:
+        """Tokens that a teacher should have told of; warns once where that is none at all."""
+        if not self._settings.distillation:
+            return 0
+        num_untaught = sum(sample.num_untaught for sample in samples)
+        if num_untaught and num_untaught == sum(sample.num_tokens for sample in samples):
+            self._warn_once(
+                "teacher_logprobs_missing",
+                tokens=num_untaught,
+                consequence="nothing is learnt from a teacher",
+                way_out="look at scoring.teacher_column, and that groups pass the stage of teachers",
+            )
+        return num_untaught
 
     def _warn_once(self, event: str, **details: object) -> None:
         if event not in self._warned:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.algorithms import Algorithm, m2po_limit
+from pipeline.algorithms.distillation import reverse_kl_advantages
 from pipeline.algorithms.ratios import usable_ratios
 from pipeline.batching import Sample, arrange, split
 from pipeline.policy import Policy
@@ -24,12 +25,14 @@ class Survey:
     """Logprobs of M token positions, one completion after the other, on the CPU; 0 where not trained on.
 
     ref_logprobs: None without a KL term. generator_logprobs, ages: of the same tokens. mask: [M] bool.
+    teacher_logprobs: NaN where there is none.
     """
 
     trainer_logprobs: Tensor
     generator_logprobs: Tensor
     ages: Tensor
     mask: Tensor
+    teacher_logprobs: Tensor
     ref_logprobs: Tensor | None
 
     def penalties(self, algorithm: Algorithm) -> Tensor | None:
@@ -46,6 +49,9 @@ class Survey:
         is_usable = self.mask & usable_ratios(self.trainer_logprobs, self.generator_logprobs)
         if self.ref_logprobs is not None:
             is_usable = is_usable & torch.isfinite(self.ref_logprobs)
+        advantages = advantages + algorithm.settings.distillation * reverse_kl_advantages(
+            self.teacher_logprobs, self.trainer_logprobs
+        )
         anchor = algorithm.anchor(self.trainer_logprobs, self.generator_logprobs, self.ages)
         return m2po_limit(
             (anchor - self.generator_logprobs)[is_usable].double(), advantages[is_usable], algorithm.settings
@@ -65,9 +71,10 @@ def survey(policy: Policy, samples: Sequence[Sample], budget: int, *, with_refer
             _fill(reference, rows, policy.reference_logprobs(batch))
     return Survey(
         trainer_logprobs=_joined(trainer),
-        generator_logprobs=_joined([torch.from_numpy(item.completion.generator_logprobs).double() for item in samples]),
+        generator_logprobs=_joined([torch.tensor(item.completion.generator_logprobs).double() for item in samples]),
         ages=_joined([torch.from_numpy(sample.ages) for sample in samples]),
         mask=_joined([torch.from_numpy(sample.mask) for sample in samples]),
+        teacher_logprobs=_joined([torch.from_numpy(sample.teacher_logprobs).double() for sample in samples]),
         ref_logprobs=_joined(reference) if with_reference else None,
     )
 

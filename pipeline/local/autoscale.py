@@ -1,4 +1,4 @@
-"""How many generators and scorers a run should have.
+"""How many workers of each stage but the trainer a run should have.
 
 In: what was seen of it over the last seconds. Out: other numbers, with the reason; none where things
 are well, or where it cannot be told yet. It looks at no clock and starts nothing.
@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.config import AutoscaleSettings
-from pipeline.keys import Stream
+from pipeline.keys import TAKEN_BY, Stream
 from pipeline.messages import Json
 from pipeline.pace import WAITS_FOR_GROUPS
-from pipeline.scaling import GENERATOR, SCORER
+from pipeline.scaling import SCALED_ROLES
 
-SOURCES = {GENERATOR: Stream.PROMPTS, SCORER: Stream.ROLLOUTS}
+SOURCES: dict[str, Stream] = {role: stream for stream, role in TAKEN_BY.items() if role in SCALED_ROLES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +119,8 @@ def _changed(
 
 
 def _bounds(role: str, settings: AutoscaleSettings) -> tuple[int, int]:
-    if role == GENERATOR:
-        return settings.min_generators, settings.max_generators
-    return settings.min_scorers, settings.max_scorers
+    low, high = (getattr(settings, f"{bound}_{role}s") for bound in ("min", "max"))
+    return low, high
 
 
 class IdleClock:

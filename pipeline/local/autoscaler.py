@@ -22,7 +22,7 @@ from pipeline.local.autoscale import SOURCES, IdleClock, Sample, decide, signals
 from pipeline.local.crew import TRAINER
 from pipeline.queues.accounts import Accounts
 from pipeline.roster import WorkerInfo
-from pipeline.scaling import GENERATOR, SCORER, Scaling
+from pipeline.scaling import GENERATOR, JUDGE, SCORER, TEACHER, Scaling
 
 _SAMPLES = 10  # in a window
 
@@ -38,6 +38,8 @@ class Autoscaler:
         self._slots = {
             GENERATOR: max(1.0, config.generation.max_num_seqs / config.generation.group_size),
             SCORER: float(config.scoring.num_processes),
+            TEACHER: 1.0,
+            JUDGE: 1.0,
         }
         self._numbers = numbers
         self._say = say

@@ -8,35 +8,43 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipeline.config import Config
+from pipeline.config.scoring import ModelAtWork
 from pipeline.local.cores import available_cores, gpu_environ, thread_environ, visible_gpus
 from pipeline.local.supervisor import WorkerSpec
-from pipeline.scaling import GENERATOR, SCORER
+from pipeline.route import stages_of
+from pipeline.scaling import GENERATOR, JUDGE, SCALED_ROLES, SCORER, TEACHER
 
 TRAINER, EXPORTER = "trainer", "exporter"
+_FIELDS = {GENERATOR: "num_generators", SCORER: "num_scorers", TEACHER: "num_teachers", JUDGE: "num_judges"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crew:
-    """How many workers of each kind; there is always one trainer."""
+    """How many workers of each kind; there is always one trainer.
+
+    num_teachers, num_judges: where the run has such a stage, and only there.
+    """
 
     num_generators: int = 1
     num_scorers: int = 1
+    num_teachers: int = 1
+    num_judges: int = 1
     has_exporter: bool = True
 
-    def number_of(self, role: str) -> int:
-        """Of the two kinds that come and go."""
-        return {GENERATOR: self.num_generators, SCORER: self.num_scorers}[role]
+    def numbers(self, config: Config) -> dict[str, int]:
+        """Of the kinds that come and go, as far as the run has them, in data-flow order."""
+        return {role: getattr(self, _FIELDS[role]) for role in stages_of(config.scoring) if role in SCALED_ROLES}
 
     def with_number(self, role: str, number: int) -> Crew:
         """The same with so many of a kind that comes and goes."""
-        if role == GENERATOR:
-            return dataclasses.replace(self, num_generators=number)
-        return dataclasses.replace(self, num_scorers=number)
+        changes: dict[str, Any] = {_FIELDS[role]: number}
+        return dataclasses.replace(self, **changes)
 
 
 def worker_specs(
@@ -44,8 +52,7 @@ def worker_specs(
 ) -> list[WorkerSpec]:
     """The processes of a run, in data-flow order."""
     places = [
-        *((GENERATOR, index) for index in range(crew.num_generators)),
-        *((SCORER, index) for index in range(crew.num_scorers)),
+        *((role, index) for role, number in crew.numbers(config).items() for index in range(number)),
         (TRAINER, 0),
         *((EXPORTER, 0) for _ in range(crew.has_exporter)),
     ]
@@ -63,7 +70,7 @@ def worker_spec(
 ) -> WorkerSpec:
     """One process. index: among those of its role, from 0. crew: who shares the machine with it."""
     return WorkerSpec(
-        name=f"{role}-{index + 1}" if role in {GENERATOR, SCORER} else role,
+        name=f"{role}-{index + 1}" if role in SCALED_ROLES else role,
         argv=(*command, role, "-c", str(config_file)),
         environ={
             "REDIS_URL": config.redis.url.get_secret_value(),
@@ -77,14 +84,24 @@ def worker_spec(
 
 def _share(role: str, index: int, config: Config, crew: Crew, environ: Mapping[str, str]) -> dict[str, str]:
     """Variables that give a process its part of the machine."""
-    if role not in {GENERATOR, TRAINER}:
+    num_models = _num_with_models(config, crew)
+    if role not in {GENERATOR, TRAINER, *num_models}:
         return thread_environ(1, environ)
     # Who takes turns with the others does not compute at the same time, and on the same device.
     num_at_once = crew.num_generators if config.is_colocated else crew.num_generators + 1
-    chosen = config.generation.num_threads if role == GENERATOR else config.trainer.num_threads
-    threads = {} if chosen else thread_environ(available_cores() // max(1, num_at_once), environ)
+    chosen = {GENERATOR: config.generation.num_threads, TRAINER: config.trainer.num_threads}.get(role, 0)
+    share = available_cores() // max(1, num_at_once + sum(num_models.values()))
+    threads = {} if chosen else thread_environ(share, environ)
+    if role in num_models:
+        return threads  # it sees all GPUs; `device` of its settings says which it takes
     gpus = [] if config.is_colocated else visible_gpus(environ)
     return {**threads, **gpu_environ(gpus, crew.num_generators if role == TRAINER else index, crew.num_generators)}
+
+
+def _num_with_models(config: Config, crew: Crew) -> dict[str, int]:
+    """Workers that score with a model of their own, by role."""
+    models: dict[str, Sequence[ModelAtWork]] = {TEACHER: config.scoring.teachers, JUDGE: config.scoring.judges}
+    return {role: crew.numbers(config)[role] for role, items in models.items() if any(not item.url for item in items)}
 
 
 def _colours(environ: Mapping[str, str]) -> dict[str, str]:

@@ -33,7 +33,7 @@ from pipeline.programs import program
 from pipeline.queues.connection import connect
 from pipeline.queues.ledger import Ledger
 from pipeline.records.recorder import METRICS_FILE
-from pipeline.scaling import SCALED_ROLES, Scaling
+from pipeline.scaling import Scaling
 from pipeline.settings.files import show
 from pipeline.streams import Streams
 
@@ -155,7 +155,7 @@ class LocalRun:
             crew = self._crew.with_number(role, number)
             return worker_spec(role, index, self.config, crew, self._command, self.config_file, os.environ)
 
-        numbers = {role: self._crew.number_of(role) for role in SCALED_ROLES}
+        numbers = self._crew.numbers(self.config)
         keys, scaler = Keys(self.config.run.name), Scaler(supervisor, numbers, spec_of, say)
         async with connect(self.config.redis, retries=0) as redis:
             scaling = Scaling(redis, keys)

@@ -1,6 +1,6 @@
 """Carries out in a running `up` what `rollstream scale` asks for.
 
-In: numbers of generators and scorers in Redis. Out: workers that a supervisor starts or drains, and
+In: numbers of workers in Redis, by role. Out: workers that a supervisor starts or drains, and
 a line that says so. A worker that has left by itself is not replaced: the number falls with it.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from redis.exceptions import RedisError
 
 from pipeline.local.supervisor import Supervisor, WorkerSpec
-from pipeline.scaling import SCALED_ROLES, Scaling
+from pipeline.scaling import Scaling
 
 _LOOK_EVERY_S = 0.5
 _GONE_AFTER_S = 5.0
@@ -62,8 +62,8 @@ class Scaler:
                     await scaling.leave(self._holder)
 
     async def _look(self, scaling: Scaling) -> None:
-        there = {role: len(self._indexes(role)) for role in SCALED_ROLES}
-        said = {role: (self._numbers[role], min(self._numbers[role], there[role])) for role in SCALED_ROLES}
+        there = {role: len(self._indexes(role)) for role in self._numbers}
+        said = {role: (self._numbers[role], min(self._numbers[role], there[role])) for role in self._numbers}
         wanted = await scaling.keep(self._holder, said, ttl_s=_GONE_AFTER_S)
         if (wanted is not None) != self._answers:
             self._answers = wanted is not None

@@ -76,6 +76,7 @@ _LEARNING = (
     _field("skipped_steps", "steps", "1 where the update was not finite, or nothing was there to train", "0"),
     _field("entropy", "nats", "mean over tokens", "falls slowly; near 0 the policy explores no more"),
     _field("kl", "nats", "divergence from the initial policy; 0 without kl_coef", "grows slowly"),
+    _field("teacher_kl", "nats", "divergence from the teacher, at its tokens; 0 without distillation_coef", "falls"),
 )
 _MISMATCH = (
     _field("importance_ratio_mean", "", "trainer's over generator's probability", "0.9 to 1.1"),
@@ -92,6 +93,7 @@ _MISMATCH = (
     _field("nonfinite_tokens", "tokens", "masked because a number was impossible", "0"),
     _field("unreplayed_tokens", "tokens", "cut by top-p or top-k without a mask to replay", "0"),
     _field("unrouted_tokens", "tokens", "trained without a record of the experts to replay", "0"),
+    _field("untaught_tokens", "tokens", "of which no teacher has said anything, with distillation_coef", "0"),
 )
 _BY_AGE = tuple(
     _field(
@@ -106,6 +108,7 @@ _BY_AGE = tuple(
         ("tokens_age_{age}", "tokens", "in the loss", "few above staleness.max_staleness"),
         ("truncated_fraction_age_{age}", "0 to 1", "tokens whose weight was cut", "rises with age"),
         ("masked_fraction_age_{age}", "0 to 1", "tokens that the correction masked", "rises with age"),
+        ("teacher_kl_age_{age}", "nats", "divergence from the teacher", "falls with training"),
         ("ratio_p01_age_{age}", "", "importance ratio that 1 % of the tokens are below", "above 0.1"),
         ("ratio_p50_age_{age}", "", "median of the importance ratio", "near 1"),
         ("ratio_p99_age_{age}", "", "importance ratio that 1 % of the tokens are above", "below truncation"),

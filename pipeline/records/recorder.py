@@ -15,11 +15,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import Any, SupportsFloat, TypeAlias
 
+import numpy as np
 import structlog
 
 from pipeline.disk import write_whole
 from pipeline.json_values import plain_json
-from pipeline.messages import Completion, Json, Score, ScoredGroup
+from pipeline.messages import Completion, Floats, Json, Score, ScoredGroup
 from pipeline.records.lines import lines_backwards, lines_of, number_in, parsed, records_in, step_of, steps_in
 
 METRICS_FILE = "metrics.jsonl"
@@ -180,7 +181,14 @@ def _completion(completion: Completion, score: Score) -> Json:
         "finish_reason": completion.finish_reason.value,
         "versions": [[span.weight_version, span.first_token] for span in completion.spans],
         **({"problems": problems} if problems else {}),
+        **({} if score.teacher_logprobs is None else {"teacher_logprob": _mean(score.teacher_logprobs)}),
     }
+
+
+def _mean(logprobs: Floats) -> float | None:
+    """Over the tokens that have one, to four digits; None without any."""
+    finite = logprobs[np.isfinite(logprobs)]
+    return round(float(finite.mean()), 4) if len(finite) else None
 
 
 # Reading

@@ -43,21 +43,25 @@ class TrialRow:
     columns: Mapping[str, Json]
 
 
-def load_rewards(settings: Sequence[RewardSettings], rows: Sequence[TrialRow] = ()) -> list[Reward]:
+def load_rewards(
+    settings: Sequence[RewardSettings], rows: Sequence[TrialRow] = (), *, may_be_none: bool = False
+) -> list[Reward]:
     """The rewards of a run, each importable, of the right shape, and able to deal with these rows.
 
     Functions of the user are not called. Raises RewardLoadError.
     """
-    rewards = name_rewards(settings)
+    rewards = name_rewards(settings, may_be_none=may_be_none)
+    if not rewards:
+        return []
     # The caller may or may not run an event loop already; a thread of its own serves both.
     with ThreadPoolExecutor(max_workers=1) as executor:
         executor.submit(asyncio.run, _check(order(rewards, rows))).result()
     return rewards
 
 
-def name_rewards(settings: Sequence[RewardSettings]) -> list[Reward]:
-    """The rewards as the settings have them; nothing is imported yet."""
-    if not settings:
+def name_rewards(settings: Sequence[RewardSettings], *, may_be_none: bool = False) -> list[Reward]:
+    """The rewards as the settings have them; nothing is imported yet. may_be_none: something else scores too."""
+    if not settings and not may_be_none:
         raise RewardLoadError(
             'scoring.rewards is empty: name at least one function, for example function = "exact_match" '
             "in a [[scoring.rewards]] table."

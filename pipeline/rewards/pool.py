@@ -67,7 +67,7 @@ class RewardPool:
     ) -> None:
         self._settings = settings
         self._on_call = on_call
-        self._rewards = name_rewards(settings.rewards)
+        self._rewards = name_rewards(settings.rewards, may_be_none=settings.has_models)
         self._idle: asyncio.Queue[RewardProcess | RollstreamError] = asyncio.Queue()
         self._processes: set[RewardProcess] = set()
         self._replacing: set[asyncio.Task[None]] = set()
@@ -98,7 +98,7 @@ class RewardPool:
         """Start the processes and load the functions in each. Raises RewardLoadError."""
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(self._settings.num_processes):
+                for _ in range(self._settings.num_processes if self._rewards else 0):
                     group.create_task(self._add_process())
         except* RewardLoadError as errors:
             raise errors.exceptions[0] from None
@@ -109,6 +109,8 @@ class RewardPool:
         Raises RewardLoadError when no reward process can be started any more, or when a function
         has never returned what a reward function returns.
         """
+        if not self._rewards:
+            return (Score(reward=None),) * len(rollout.completions)
         frame = _call_frame(rollout)
         try:
             async with asyncio.TaskGroup() as group:

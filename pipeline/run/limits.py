@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from pipeline.errors import few
-from pipeline.keys import Stream
+from pipeline.keys import TAKEN_BY, Stream
 from pipeline.messages import Json
 from pipeline.queues.leases import Death
 from pipeline.queues.ledger import Depth
@@ -21,14 +21,13 @@ from pipeline.roster import RunFacts, WorkerInfo
 _STALE_WEIGHTS_RATIO = 0.3
 _STALLED_AFTER_S = 35.0  # log and alert, which wait a little themselves, then name the stage within a minute
 _MAX_REASON = 200
-_STAGES = (("generator", Stream.PROMPTS), ("scorer", Stream.ROLLOUTS), ("trainer", Stream.SCORED))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
     """What holds the run back.
 
-    stage: generator, scorer, trainer, weights or control; None when nothing does. reason: one
+    stage: role of a stage, weights or control; None when nothing does. reason: one
     sentence. is_blocked: nothing will move until this is mended.
     """
 
@@ -40,7 +39,7 @@ class Limit:
 def limiting_stage(
     streams: Mapping[Stream, Depth], workers: Sequence[WorkerInfo], facts: RunFacts, last_death: Death | None = None
 ) -> Limit:
-    """The stage that limits or blocks the run."""
+    """The stage that limits or blocks the run. streams: that the run has, in order of flow."""
     alive = [worker for worker in workers if worker.is_alive and worker.role != "exporter"]
     return (
         _without_run(alive, facts)
@@ -51,6 +50,10 @@ def limiting_stage(
         or _stalled(streams, alive)
         or _slowest(streams, alive)
     )
+
+
+def _stages(streams: Mapping[Stream, Depth]) -> list[tuple[Stream, str]]:
+    return [(stream, TAKEN_BY[stream]) for stream in streams]
 
 
 def _without_run(alive: Sequence[WorkerInfo], facts: RunFacts) -> Limit | None:
@@ -74,7 +77,7 @@ def _missing_worker(
     streams: Mapping[Stream, Depth], workers: Sequence[WorkerInfo], alive: Sequence[WorkerInfo]
 ) -> Limit | None:
     roles = {worker.role for worker in alive}
-    for role, stream in reversed(_STAGES):
+    for stream, role in reversed(_stages(streams)):
         if role in roles:
             continue
         lost = sum(worker.role == role for worker in workers)
@@ -95,7 +98,7 @@ def _lost_groups(alive: Sequence[WorkerInfo], last_death: Death | None) -> Limit
         if last_death is None or dropped > dead:
             reason = f"{dropped} groups were filtered since the last step, {held_back}: look at their rewards"
             return Limit(stage="scorer", reason=reason, is_blocked=held == 0)
-        stage = next(role for role, stream in _STAGES if stream is last_death.stream)
+        stage = TAKEN_BY[last_death.stream]
         why = f"{last_death.reason[:_MAX_REASON]} (`rollstream streams dead-letters` shows all)"
         return Limit(
             stage=stage,
@@ -107,7 +110,7 @@ def _lost_groups(alive: Sequence[WorkerInfo], last_death: Death | None) -> Limit
 
 def _waiting_worker(streams: Mapping[Stream, Depth], alive: Sequence[WorkerInfo]) -> Limit | None:
     """A stage whose workers all wait for something other than work, though there is work."""
-    for role, stream in _STAGES:
+    for stream, role in _stages(streams):
         waits = [cast("str | None", worker.status.get("waiting_for")) for worker in alive if worker.role == role]
         if role == "trainer" and not _is_ready(alive, role):
             return Limit(stage=role, reason=f"the trainer waits for {waits[0]}" if waits[0] else "the trainer starts")
@@ -129,7 +132,7 @@ def _stalled(streams: Mapping[Stream, Depth], alive: Sequence[WorkerInfo]) -> Li
     age_s = _still_s(alive)
     if age_s <= _STALLED_AFTER_S:
         return None
-    for role, stream in reversed(_STAGES):
+    for stream, role in reversed(_stages(streams)):
         depth = streams[stream]
         if depth.pending and not _is_collecting(role, alive):
             return Limit(
@@ -163,7 +166,7 @@ def _longest_call(role: str, alive: Sequence[WorkerInfo]) -> str:
 def _lost_holder(streams: Mapping[Stream, Depth], workers: Sequence[WorkerInfo]) -> Limit | None:
     """Groups that nobody may touch yet, because a worker that is gone has claimed them."""
     lost = {worker.worker_id for worker in workers if not worker.is_alive}
-    for role, stream in reversed(_STAGES):
+    for stream, role in reversed(_stages(streams)):
         held = {holder: number for holder, number in streams[stream].holders.items() if holder in lost}
         if held and _pace(workers).get("limited_by") != "trainer":
             return Limit(
@@ -190,8 +193,10 @@ def _slowest(streams: Mapping[Stream, Depth], alive: Sequence[WorkerInfo]) -> Li
     stale = [worker for worker in stale if _number(worker, "idle_ratio") > _STALE_WEIGHTS_RATIO]
     if stage == "generator" and stale and len(stale) == sum(worker.role == "generator" for worker in alive):
         return Limit(stage="weights", reason=f"{waited}, and generators wait for newer weights much of it")
-    where = f"groups spent {pace['generation_s']:.1f} s until generated, {pace['scoring_s']:.1f} s until scored"
-    return Limit(stage=stage, reason=f"{waited}; {where}")
+    words = (("generation_s", "until generated"), ("scoring_s", "until scored"))
+    more = (("teaching_s", "with teachers"), ("judging_s", "with judges"))
+    spent = ", ".join(f"{pace[name]:.1f} s {word}" for name, word in (*words, *more) if name in pace)
+    return Limit(stage=stage, reason=f"{waited}; groups spent {spent}")
 
 
 def _pace(workers: Sequence[WorkerInfo]) -> Mapping[str, Json]:
@@ -202,13 +207,12 @@ def _pace(workers: Sequence[WorkerInfo]) -> Mapping[str, Json]:
 
 def _fullest(streams: Mapping[Stream, Depth]) -> Limit:
     """Before the first step there is nothing to go by but the queues of this instant."""
-    prompts, rollouts = streams[Stream.PROMPTS].length, streams[Stream.ROLLOUTS].length
-    if prompts + rollouts == 0:
+    before_trainer = {stream: depth.length for stream, depth in streams.items() if stream is not Stream.SCORED}
+    stream = max(before_trainer, key=lambda name: before_trainer[name])
+    if not before_trainer[stream]:
         return Limit(stage="trainer", reason="no group is on its way: the trainer is feeding, or at its end")
-    role, stream, length = ("generator", Stream.PROMPTS, prompts)
-    if rollouts > prompts:
-        role, stream, length = ("scorer", Stream.ROLLOUTS, rollouts)
-    return Limit(stage=role, reason=f"{length} groups are in {stream.value}, and no step is done yet")
+    reason = f"{before_trainer[stream]} groups are in {stream.value}, and no step is done yet"
+    return Limit(stage=TAKEN_BY[stream], reason=reason)
 
 
 def _still_s(alive: Sequence[WorkerInfo]) -> float:

@@ -13,11 +13,12 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pipeline.instruments import PREFIX, Kind, Spec
+from pipeline.keys import TAKEN_BY
 from pipeline.run.status import RunStatus
 
 Values: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
 
-STAGES = ("generator", "scorer", "trainer", "weights", "control")
+STAGES = (*TAKEN_BY.values(), "weights", "control")
 
 
 def _gauge(name: str, unit: str, help: str, reading: str, *labels: str) -> Spec:

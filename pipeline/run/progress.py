@@ -34,6 +34,7 @@ _GAUGES = (
     "learning_rate",
     "entropy",
     "kl",
+    "teacher_kl",
     "effective_sample_size",
     "completion_length_mean",
     "importance_ratio_mean",
@@ -56,6 +57,7 @@ _COUNTERS = (
     "shared_prompt_tokens",
     "nonfinite_tokens",
     "masked_tokens",
+    "untaught_tokens",
     "skipped_steps",
     "zero_variance_groups",
 )

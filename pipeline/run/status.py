@@ -17,7 +17,7 @@ from pipeline.keys import Keys, Stream
 from pipeline.prompts.statistics import Coverage
 from pipeline.queues.accounts import Accounts
 from pipeline.queues.ledger import Depth, Ledger
-from pipeline.roster import WorkerInfo
+from pipeline.roster import RunFacts, WorkerInfo
 from pipeline.run.limits import Limit, limiting_stage
 from pipeline.scaling import Scaling
 
@@ -73,7 +73,7 @@ async def collect(redis: Redis, keys: Keys) -> RunStatus:
     accounts = Accounts(redis, keys, consumer=_CONSUMER)
     facts = await fleet.facts()
     workers = tuple(await fleet.workers())
-    streams = await accounts.depths()
+    streams = in_use(await accounts.depths(), facts)
     ledger = await accounts.ledger()
     said = next((worker.status for worker in workers if worker.worker_id == facts.trainer), {})
     step = _whole(said.get("step"))
@@ -108,6 +108,16 @@ async def collect(redis: Redis, keys: Keys) -> RunStatus:
         prompts=Coverage.of(said),
         wanted_workers=await Scaling(redis, keys).kept(),
     )
+
+
+def in_use(depths: Mapping[Stream, Depth], facts: RunFacts) -> dict[Stream, Depth]:
+    """Without the streams of stages that the run does not have."""
+    absent = {
+        stream
+        for stream, is_there in ((Stream.TO_TEACH, facts.has_teachers), (Stream.TO_JUDGE, facts.has_judges))
+        if not is_there and not depths[stream].length
+    }
+    return {stream: depth for stream, depth in depths.items() if stream not in absent}
 
 
 async def _memory(redis: Redis) -> dict[str, int]:

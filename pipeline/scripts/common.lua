@@ -1,9 +1,9 @@
 -- In front of every script. All of a run's keys come in KEYS, so that a cluster can route the call.
 -- What a script needs besides comes as one msgpack value, columns rather than rows, and so does
 -- its answer. Payloads follow as they are: to pass through Lua once costs them enough.
-local STREAMS = {KEYS[1], KEYS[2], KEYS[3]}
-local PROMPTS, DEAD_LETTERS, LEDGER = KEYS[1], KEYS[4], KEYS[5]
-local UNCOMMITTED, EVALUATING, REPLIES, PARTIALS, META = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
+local STREAMS = {KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]}
+local PROMPTS, DEAD_LETTERS, LEDGER = KEYS[1], KEYS[6], KEYS[7]
+local UNCOMMITTED, EVALUATING, REPLIES, PARTIALS, META = KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
 local GROUP, CONSUMER, CALL, FENCE = ARGV[1], ARGV[2], ARGV[3], ARGV[5]
 local ARGS, FIRST_PAYLOAD = cmsgpack.unpack(ARGV[4]), 6
 

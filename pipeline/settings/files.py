@@ -108,7 +108,10 @@ def fingerprint(config: Config) -> dict[str, str]:
         path: json.dumps(_place_free(path, values), sort_keys=True) for path in settings() if path.startswith(_AGREED)
     }
     rewards = [[reward.function, reward.weight, reward.kwargs] for reward in config.scoring.rewards]
-    return {**agreed, "scoring.rewards": json.dumps(rewards, sort_keys=True)}
+    teachers = [[teacher.title, Path(teacher.model).name, teacher.weight] for teacher in config.scoring.teachers]
+    judges = [[judge.title, Path(judge.model).name, judge.weight] for judge in config.scoring.judges]
+    scoring = {"rewards": rewards, "teachers": teachers, "judges": judges}
+    return {**agreed, **{f"scoring.{name}": json.dumps(value, sort_keys=True) for name, value in scoring.items()}}
 
 
 def _place_free(path: str, values: Mapping[str, Json]) -> Json:

@@ -14,8 +14,9 @@ from urllib.parse import parse_qs, urlsplit
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from pipeline.config import EMBEDDED, Config, RedisSettings, RewardSettings
+from pipeline.config import EMBEDDED, Config, JudgeSettings, RedisSettings, RewardSettings, Section, TeacherSettings
 from pipeline.config.conflicts import conflicts
+from pipeline.config.scoring_conflicts import scoring_conflicts
 from pipeline.config.sentinel import SHAPE, SentinelUrl
 from pipeline.errors import ConfigError
 from pipeline.keys import Keys
@@ -23,6 +24,11 @@ from pipeline.messages import Json
 from pipeline.settings.reference import plain_default, sections, settings, to_toml
 from pipeline.settings.sources import Layered, SettingPath
 
+_LISTS: dict[str, type[Section]] = {
+    "scoring.rewards": RewardSettings,
+    "scoring.teachers": TeacherSettings,
+    "scoring.judges": JudgeSettings,
+}
 _PASSWORD = re.compile(r"(?P<before>//[^:/?#\s]*:).*(?P<after>@)|(?P<key>[?&](?:sentinel_)?password=)[^&\s]*")
 
 
@@ -91,7 +97,8 @@ def disagreements(config: Config) -> list[str]:
         problems.append(
             f"autoscale.max_generators = {config.autoscale.max_generators}: {_has_one_generator(config)}; set it to 1"
         )
-    return problems + _data_problems(config) + conflicts(config.algorithm) + _engine_problems(config)
+    found = problems + _data_problems(config) + conflicts(config.algorithm)
+    return found + scoring_conflicts(config) + _engine_problems(config)
 
 
 def _data_problems(config: Config) -> list[str]:
@@ -174,8 +181,8 @@ def _nearest(names: list[str]) -> list[str]:
     """Candidates, best first: same section, same key elsewhere, initials (`lr`), a section, any key."""
     *outer, key = names
     section = ".".join(outer)
-    if section == "scoring.rewards":
-        return _close(key, list(RewardSettings.model_fields))
+    if section in _LISTS:
+        return _close(key, list(_LISTS[section].model_fields))
     known = list(settings().values())
     inside = [setting.key for setting in known if setting.section == section]
     return [

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 from pipeline.errors import few
 from pipeline.worker.context import WorkerContext
 
-_FOR_A_TRAINER = frozenset({"generator", "scorer"})
+_FOR_A_TRAINER = frozenset({"generator", "scorer", "teacher", "judge"})
 _PATIENCE_S, _LOOK_EVERY_S = 5.0, 0.5
 
 

@@ -1,6 +1,6 @@
 """A stage: claims groups from one stream, works on several at once, hands each to the next stream.
 
-In: leases of `source`. Out: entries on `target`, or dead letters with the reason. It never keeps
+In: leases of `source`. Out: entries on the stream after it, or dead letters with the reason. It never keeps
 a group that it cannot finish: what fails goes back for another attempt, what is invalid is set
 aside, and what is still in flight when a drain ends is released by the worker's shutdown.
 """
@@ -14,6 +14,7 @@ from typing import Protocol
 
 from pipeline.errors import EngineLostError, MessageError, RollstreamError, UsageError
 from pipeline.keys import Stream
+from pipeline.route import next_stream
 from pipeline.streams import Entry, Lease, Moved
 from pipeline.worker.lifecycle import WorkerContext
 
@@ -87,10 +88,9 @@ class Stage:
     wake: set by the work when capacity may have grown without a group having ended.
     """
 
-    def __init__(self, context: WorkerContext, *, source: Stream, target: Stream, work: StageWork) -> None:
+    def __init__(self, context: WorkerContext, *, source: Stream, work: StageWork) -> None:
         self._context = context
         self._source = source
-        self._target = target
         self._work = work
         self._tasks: set[asyncio.Task[None]] = set()
         self._busy = BusyClock()
@@ -172,8 +172,9 @@ class Stage:
         self._context.set_status(busy_ratio=round(self._busy.ratio, 4))
 
     async def _hand_over(self, lease: Lease, entry: Entry) -> None:
+        target = next_stream(self._context.config.scoring, self._source, is_evaluation=entry.is_evaluation)
         while True:
-            moved = await self._context.streams.hand_over(lease, entry, self._target)
+            moved = await self._context.streams.hand_over(lease, entry, target)
             if moved is not Moved.FULL:
                 break
             self._context.metrics.idle_seconds_total.labels(cause="output_full").inc(_FULL_RETRY_S)

@@ -18,7 +18,7 @@ from deploy.redis.users import ACL_FILE, USERS
 from pipeline.config import RedisSettings
 from pipeline.embedded import find_server
 from pipeline.fleet import Fleet
-from pipeline.keys import Keys
+from pipeline.keys import Keys, Stream
 from pipeline.scaling import Scaling
 from pipeline.streams import connect
 from tests.conftest import Answer
@@ -68,6 +68,8 @@ SCRIPTS_OF = {
     ),
     "generator": (*STAGE, "save_partials", "turn"),
     "scorer": STAGE,
+    "teacher": STAGE,
+    "judge": STAGE,
     "exporter": ("beat", "forget", "depths", "ledger", "last_letter"),
     "operator": ("*",),
 }
@@ -246,7 +248,7 @@ def refuse(guarded: Guarded, user: str, *commands: str) -> None:
 def words(command: str, guarded: Guarded) -> list[str]:
     keys = guarded.keys
     known = {"meta": keys.meta, "ledger": keys.ledger, "evaluating": keys.evaluating, "trainer_lock": keys.trainer_lock}
-    names = {**known, **dict(zip(("prompts", "rollouts", "scored"), keys.streams, strict=True))}
+    names = {**known, **dict(zip([stream.value for stream in Stream], keys.streams, strict=True))}
     names |= {"other": other_key(guarded), "lua": "return 1"}
     return [word if word[:1] != "{" else names[word[1:-1]] for word in command.split(" ")]
 

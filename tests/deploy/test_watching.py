@@ -29,14 +29,17 @@ from tests.integration.processes import Worker
 pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
 
 _SHOWN_S = 45
+_OF_MODELS = ("Busy models", "Groups in front of them", "Groups per second of models", "Judgements per second")
 # What a run with a learner that computes nothing has no values for, and a bound that the server does not have.
 NO_VALUES = {
     "overview/Memory of Redis/1",
     "overview/Workers there and wanted/1",  # no `up` runs there
+    *(f"scoring/{panel}/0" for panel in _OF_MODELS),  # the run has neither
     "training/Cut by age/0",
     "training/Effective sample size/0",
     "training/Entropy and KL/0",
     "training/Entropy and KL/1",
+    "training/Entropy and KL/2",
     "training/Importance ratio by age/0",
     "training/Importance weights/0",
     "training/Importance weights/1",

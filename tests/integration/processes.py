@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _IMPORTED = ["pipeline.cli", "pipeline.settings.files", "pipeline.learner.scripted", "pipeline.engines.scripted"] + [
-    f"workers.{role}" for role in ("generator", "scorer", "trainer", "exporter")
+    f"workers.{role}" for role in ("generator", "scorer", "teacher", "judge", "trainer", "exporter")
 ]
 
 

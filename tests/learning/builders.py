@@ -76,6 +76,7 @@ class Row:
     sampling_mask: SamplingMask | None = None
     routed_experts: RoutedExperts | None = None
     token_rewards: Sequence[float] | None = None
+    teacher_logprobs: Sequence[float] | None = None
 
 
 def make_group(
@@ -107,7 +108,8 @@ def make_group(
 
 def _score(row: Row) -> Score:
     tokens = None if row.token_rewards is None else np.array(row.token_rewards, dtype=np.float32)
-    return Score(reward=row.reward, token_rewards=tokens)
+    taught = None if row.teacher_logprobs is None else np.array(row.teacher_logprobs, dtype=np.float32)
+    return Score(reward=row.reward, token_rewards=tokens, teacher_logprobs=taught)
 
 
 def _completion(row: Row) -> Completion:

@@ -17,6 +17,7 @@ def of_role(role: str) -> str:
 
 
 GENERATORS, SCORERS, TRAINER = map(of_role, ("generator", "scorer", "trainer"))
+MODELS = f'{RUN}, role=~"teacher|judge", worker=~"$worker"'
 
 
 def rate(name: str, labels: str) -> str:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from deploy.grafana.board import Board, Row
 from deploy.grafana.boards.process import processes
 from deploy.grafana.boards.promql import (
+    MODELS,
     RUN,
     SCORERS,
     alive,
     buckets,
     mean,
     mean_reward,
+    of_role,
     quantile,
+    run_value,
     stream,
     total,
 )
@@ -148,10 +151,38 @@ _LOSSES = Row(
     ),
 )
 
+_MODELS = Row(
+    title="Teachers and judges",
+    panels=(
+        graph(
+            "Groups in front of them",
+            "Their lag, where the run has them: scale by it.",
+            Query(run_value("stream_backlog", f'{RUN}, stream=~"to_teach|to_judge"', "stream"), "{{stream}}"),
+        ),
+        graph(
+            "Groups per second of models",
+            "Handed on, by worker.",
+            Query(total("groups_out_total", MODELS, "worker"), "{{worker}}"),
+            is_stacked=True,
+        ),
+        graph(
+            "Busy models",
+            "Share of the time with work, by worker.",
+            Query(mean("busy_seconds_total", MODELS, "worker"), "{{worker}}"),
+            unit=RATIO,
+        ),
+        graph(
+            "Judgements per second",
+            "Completions judged by models, by outcome.",
+            Query(total("reward_calls_total", of_role("judge"), "function", "outcome"), "{{function}} {{outcome}}"),
+        ),
+    ),
+)
+
 SCORING = Board(
     name="scoring",
     title="rollstream: scoring",
     about="Scorers: what they are given, what rewards say and how long they take.",
     tiles=_TILES,
-    rows=(_ROLLOUTS, _REWARDS, _TIME, _LOSSES, processes("scorer")),
+    rows=(_ROLLOUTS, _REWARDS, _TIME, _MODELS, _LOSSES, processes("scorer")),
 )

@@ -113,6 +113,7 @@ _LEARNING = Row(
             "Entropy falls slowly; near 0 nothing is explored. KL is from the initial policy.",
             Query(run_value("entropy"), "entropy"),
             Query(run_value("kl"), "KL"),
+            Query(run_value("teacher_kl"), "KL to the teacher"),
         ),
         graph(
             "Length of completions",
@@ -184,6 +185,11 @@ _OFF_POLICY = Row(
             "Masked tokens and skipped steps per second: should stay at 0.",
             Query(total("nonfinite_tokens_total", TRAINER), "tokens"),
             Query(total("skipped_steps_total", TRAINER), "steps"),
+        ),
+        graph(
+            "Tokens without a teacher",
+            "Trained per second, with distillation_coef: 0 unless rows have none on purpose.",
+            Query(total("untaught_tokens_total", TRAINER), "tokens"),
         ),
     ),
 )

@@ -1,0 +1,169 @@
+"""A teacher in this process: a causal language model of transformers.
+
+In: rollouts. Out: logprobs of their tokens as they were generated, at their temperature and over the ids
+that could be drawn. One group is in work at a time, in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.batching import KeptTokens
+from pipeline.config import Config, LoraSettings, ModelSettings, TeacherSettings
+from pipeline.errors import MessageError
+from pipeline.messages import Completion, Floats, RolloutGroup, TokenIds
+from pipeline.models.loading import (
+    context_length,
+    load_config,
+    load_model,
+    load_tokenizer,
+    naming,
+    resolve_device,
+    resolve_dtype,
+)
+from pipeline.policy.logprobs import Targets, chunked_logprobs
+from pipeline.policy.output_head import OutputHead, find_output_head
+from pipeline.teachers.vocabulary import check_size, check_vocabulary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class LocalTeacher:
+    """A `Teacher` on a device of this machine."""
+
+    def __init__(self, config: Config, settings: TeacherSettings, setting: str) -> None:
+        self._policy = config.model
+        self._settings = settings
+        self._setting = setting
+        self._chunk_tokens = config.trainer.logprob_chunk_tokens
+        self._context = self._num_ids = 0
+        self._head: OutputHead | None = None
+        self._device = torch.device("cpu")
+        self._one_at_a_time = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Raises ModelError, ConfigError."""
+        await asyncio.to_thread(self._load)
+
+    async def logprobs(self, rollout: RolloutGroup) -> list[Floats]:
+        """See `Teacher`."""
+        async with self._one_at_a_time:
+            return await asyncio.to_thread(self._logprobs, rollout)
+
+    async def close(self) -> None:
+        """Forget the model."""
+        self._head = None
+
+    def _load(self) -> None:
+        settings = self._settings
+        model = ModelSettings(
+            path=settings.model, attention=self._policy.attention, trust_remote_code=settings.trust_remote_code
+        )
+        policy = load_tokenizer(self._policy)
+        with naming(f"{self._setting}.model"):
+            own = load_tokenizer(model)
+        check_vocabulary(policy, own, setting=self._setting, model=settings.model)
+        with naming(f"{self._setting}.model"):
+            self._context = context_length(model, load_config(model))
+            self._device = resolve_device(settings.device, setting=f"{self._setting}.device")
+            dtype = resolve_dtype(settings.dtype, self._device)
+            loaded = load_model(model, LoraSettings(), device=self._device, dtype=dtype, seed=0, trainable=False)
+        teacher = cast("PreTrainedModel", loaded)
+        embeddings: Any = teacher.get_input_embeddings()
+        layer: Any = teacher.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self._num_ids = int(embeddings.weight.shape[0])
+        if layer is not None:
+            needed = max(policy.get_vocab().values()) + 1
+            check_size(needed, int(layer.weight.shape[0]), setting=self._setting, model=settings.model)
+        self._head = find_output_head(teacher)
+
+    @torch.inference_mode()
+    def _logprobs(self, rollout: RolloutGroup) -> list[Floats]:
+        self._check(rollout)
+        found: dict[int, Floats] = {}
+        prompt = rollout.prompt.prompt_token_ids
+        for rows in batches([len(prompt) + len(item) for item in rollout.completions], self._settings.batch_tokens):
+            chosen = [rollout.completions[row] for row in rows]
+            values = self._of_batch(prompt, chosen, rollout.prompt.sampling.temperature)
+            found |= dict(zip(rows, values, strict=True))
+        return [found[row] for row in range(len(rollout.completions))]
+
+    def _check(self, rollout: RolloutGroup) -> None:
+        prompt = rollout.prompt
+        if not len(prompt.prompt_token_ids) or prompt.sampling.temperature <= 0:
+            raise MessageError("an empty prompt, or greedy completions, have no probabilities to learn")
+        highest = max(int(ids.max(initial=0)) for ids in (prompt.prompt_token_ids, *_ids_of(rollout)))
+        if highest >= self._num_ids:
+            raise MessageError(
+                f"token {highest} of the group: {self._setting}.model = {self._settings.model!r} has embeddings for "
+                f"{self._num_ids}"
+            )
+        longest = len(prompt.prompt_token_ids) + max(map(len, rollout.completions), default=0)
+        if longest > self._context:
+            raise MessageError(
+                f"prompt and completion have {longest} tokens, the context of {self._setting}.model = "
+                f"{self._settings.model!r} is {self._context}"
+            )
+
+    def _of_batch(self, prompt: TokenIds, completions: Sequence[Completion], temperature: float) -> list[Floats]:
+        assert self._head is not None, "started"
+        lengths = [len(item) for item in completions]
+        width = len(prompt) + max(lengths)
+        ids = np.zeros((len(completions), width), dtype=np.int64)  # [B, L]
+        attention = np.zeros_like(ids)
+        for row, item in enumerate(completions):
+            length = len(prompt) + len(item)
+            ids[row, :length] = np.concatenate([prompt, item.token_ids])
+            attention[row, :length] = 1
+        first = len(prompt) - 1  # its state predicts the first token of the completion
+        places = np.concatenate([row * width + first + np.arange(length) for row, length in enumerate(lengths)])  # [M]
+        states = self._head.states(self._tensor(ids), self._tensor(attention), None).flatten(0, 1)[self._tensor(places)]
+        targets = Targets(
+            token_ids=self._tensor(np.concatenate([item.token_ids for item in completions]).astype(np.int64)),
+            temperatures=torch.full((len(places),), temperature, device=self._device),
+            kept=kept_tokens(completions, self._device),
+        )
+        logprobs, _ = chunked_logprobs(states, targets, self._head.project, chunk_tokens=self._chunk_tokens)
+        parts = np.split(logprobs.float().cpu().numpy(), np.cumsum(lengths)[:-1])
+        return [np.ascontiguousarray(part, dtype=np.float32) for part in parts]
+
+    def _tensor(self, values: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+
+def _ids_of(rollout: RolloutGroup) -> list[TokenIds]:
+    return [item.token_ids for item in rollout.completions]
+
+
+def batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
+    """Indices, longest first, in batches of at most `budget` padded tokens, each of one row at least."""
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    start = 0
+    while start < len(order):
+        rows = max(1, budget // max(1, lengths[order[start]]))
+        yield order[start : start + rows]
+        start += rows
+
+
+def kept_tokens(completions: Sequence[Completion], device: torch.device) -> KeptTokens | None:
+    """Ids that could be drawn at each of the M tokens; None where all could, everywhere."""
+    if all(item.sampling_mask is None for item in completions):
+        return None
+    counts, ids = [], []
+    for item in completions:
+        mask = item.sampling_mask
+        counts.append(np.zeros(len(item), dtype=np.int64) if mask is None else mask.num_kept.astype(np.int64))
+        ids.append(np.zeros(0, dtype=np.int64) if mask is None else mask.kept_ids.astype(np.int64))
+    num_kept = np.concatenate(counts)  # [M]
+    return KeptTokens(
+        ids=torch.from_numpy(np.concatenate(ids)),
+        rows=torch.from_numpy(np.repeat(np.arange(len(num_kept)), num_kept)),
+        is_limited=torch.from_numpy(num_kept > 0),
+    ).to(device)

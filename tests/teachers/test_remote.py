@@ -1,0 +1,164 @@
+"""A teacher behind a server: what is asked, what is read, and what goes wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.config import Config
+from pipeline.engines import openai_asker
+from pipeline.errors import ConfigError, ModelError, ScoringError, ServiceUnavailableError
+from pipeline.settings.problems import disagreements
+from pipeline.teachers import Teachers
+from tests.answering import Behave, answering
+from tests.learning.builders import Row, make_group
+from tests.tiny import VOCABULARY, make_tiny_model
+
+ROLLOUT = make_group([Row(token_ids=[7, 9]), Row(token_ids=[5])], prompt=[6, 8]).rollout
+KEY = "not-to-be-told"
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pauses between attempts; an API key in the environment."""
+    monkeypatch.setattr(openai_asker, "_FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(openai_asker, "_LONGEST_WAIT_S", 0.002)
+    monkeypatch.setenv("TEACHER_KEY", KEY)
+
+
+def config_of(policy: Path, url: str, **teacher: object) -> Config:
+    settings = {"url": url, "timeout_s": 20.0, "api_key_env": "TEACHER_KEY", **teacher}
+    return Config.model_validate({"model": {"path": str(policy)}, "scoring": {"teachers": [settings]}})
+
+
+def logprobs_of(body: dict[str, Any]) -> tuple[int, Any]:
+    """-0.01 times each id of the prompt, as vLLM writes it; the first token has none."""
+    entries = [{str(token): {"logprob": -token / 100, "rank": 1}} for token in body["prompt"][1:]]
+    return 200, {"choices": [{"prompt_logprobs": [None, *entries]}]}
+
+
+def honest(policy: Path) -> Behave:
+    """With the policy's own tokenizer."""
+    known = {letter: number for number, letter in enumerate(VOCABULARY, start=4)}
+
+    def behave(path: str, body: dict[str, Any], number: int) -> tuple[int, Any]:
+        if path == "/tokenize":
+            return 200, {"tokens": [known.get(letter, 3) for letter in body["prompt"]]}
+        return logprobs_of(body)
+
+    return behave
+
+
+async def test_the_prompt_is_sent_as_ids_and_the_completions_logprobs_are_read(policy: Path) -> None:
+    with answering(honest(policy)) as server:
+        teachers = Teachers(config_of(policy, server.url + "/v1/"))
+        await teachers.start()
+        said = await teachers.logprobs(ROLLOUT)
+        await teachers.close()
+    assert said is not None
+    np.testing.assert_allclose(said[0], [-0.07, -0.09], rtol=1e-6)
+    np.testing.assert_allclose(said[1], [-0.05], rtol=1e-6)
+    asked = [body for path, body in server.requests if path == "/v1/completions"]
+    assert sorted(body["prompt"] for body in asked) == [[6, 8, 5], [6, 8, 7, 9]]
+    assert {body["model"] for body in asked} == {"tiny"}
+    assert set(server.keys) == {f"Bearer {KEY}"}
+
+
+async def test_what_may_pass_is_asked_again_and_what_will_not_is_not(policy: Path) -> None:
+    tried: Counter[str] = Counter()
+
+    def moody(path: str, body: dict[str, Any], number: int) -> tuple[int, Any]:
+        if path == "/tokenize":
+            return 404, {"detail": "Not Found"}
+        tried[str(body["prompt"])] += 1
+        if body["prompt"][-1] == 5:
+            return 400, {"error": {"message": "too long"}}
+        return (503, {"error": "busy"}) if tried[str(body["prompt"])] < 3 else logprobs_of(body)
+
+    with answering(moody) as server:
+        teachers = Teachers(config_of(policy, server.url))
+        await teachers.start()
+        with pytest.raises(ScoringError, match="it refused with 400: too long"):
+            await teachers.logprobs(ROLLOUT)
+        first = make_group([Row(token_ids=[7, 9])], prompt=[6, 8]).rollout
+        tried.clear()
+        assert await teachers.logprobs(first) is not None
+        await teachers.close()
+    assert tried == {"[6, 8, 7, 9]": 3}
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ((200, {"choices": [{"text": "x"}]}), "gave no logprob for every token"),
+        ((200, {"choices": [{"prompt_logprobs": [None, {"8": {"logprob": -1}}]}]}), "gave no logprob for every token"),
+        ((429, {"error": {"message": "slow down"}}), "it answered 429: slow down"),
+        (None, "no answer to /v1/completions in 0.2 s, 5 times"),
+    ],
+)
+async def test_a_server_that_does_not_answer_as_it_should_fails_the_group(
+    policy: Path, answer: tuple[int, Any] | None, said: str
+) -> None:
+    def behave(path: str, body: dict[str, Any], number: int) -> tuple[int, Any] | None:
+        return (404, {}) if path == "/tokenize" else answer
+
+    timeout = {"timeout_s": 0.2} if answer is None else {}
+    with answering(behave) as server:
+        teachers = Teachers(config_of(policy, server.url, **timeout))
+        await teachers.start()
+        with pytest.raises(ScoringError, match=said) as caught:
+            await teachers.logprobs(ROLLOUT)
+        await teachers.close()
+    assert KEY not in str(caught.value)
+
+
+async def test_another_vocabulary_at_the_server_is_refused(policy: Path) -> None:
+    def foreign(path: str, body: dict[str, Any], number: int) -> tuple[int, Any]:
+        return 200, {"tokens": [1, 2, 3]}
+
+    with answering(foreign) as server:
+        teachers = Teachers(config_of(policy, server.url))
+        with pytest.raises(ModelError, match=r"scoring.teachers\[0\].url: the server's model has another vocabulary"):
+            await teachers.start()
+        await teachers.close()
+
+
+async def test_a_wrong_key_model_or_address_ends_with_the_setting(policy: Path) -> None:
+    def locked(path: str, body: dict[str, Any], number: int) -> tuple[int, Any]:
+        return 401, {"error": {"message": "Unauthorized"}}
+
+    with answering(locked) as server:
+        teachers = Teachers(config_of(policy, server.url))
+        with pytest.raises(ConfigError, match=r"set the variable that scoring.teachers\[0\].api_key_env names"):
+            await teachers._teachers["default"]._asker.post("/v1/completions", {})  # type: ignore[attr-defined]
+        await teachers.close()
+        other = Teachers(config_of(policy, server.url, model="huge"))
+        with pytest.raises(ConfigError, match=r"it does not serve scoring.teachers\[0\].model = 'huge'; it serves"):
+            await other.start()
+        await other.close()
+        gone = server.url
+    away = Teachers(config_of(policy, gone))
+    with pytest.raises(ServiceUnavailableError, match=rf"scoring.teachers\[0\].url = '{gone}'.*does not answer"):
+        await away.start()
+    await away.close()
+    for url in ("gpu1:8000", "http://user:secret@gpu1", "http://[oops"):
+        with pytest.raises(ConfigError, match=r"scoring.teachers\[0\].url.*must look like") as caught:
+            Teachers(config_of(policy, url))
+        assert "secret" not in str(caught.value)
+
+
+def test_a_run_that_samples_otherwise_than_servers_tell_is_refused_before_it_starts(policy: Path) -> None:
+    config = config_of(policy, "http://gpu1:8000")
+    assert disagreements(config) == []
+    hot = config.model_copy(update={"generation": config.generation.model_copy(update={"temperature": 0.7})})
+    (problem,) = disagreements(hot)
+    assert problem.startswith("scoring.teachers[0].url with generation.temperature = 0.7")
