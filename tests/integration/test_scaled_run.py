@@ -46,8 +46,13 @@ def alive(one: Up, role: str) -> int:
 async def test_a_run_without_generators_says_what_it_lacks_and_goes_on_as_fast_as_there_are_generators(
     up: Callable[..., Up],
 ) -> None:
-    # A generator makes one group after another, each in 0.32 s: long beside what a busy machine adds.
-    settings = ("generation.scripted.tokens_per_s=25", "generation.max_num_seqs=2", "staleness.max_staleness=8")
+    # A generator makes one group after another, each in 0.8 s: long beside what a busy machine adds.
+    settings = (
+        "generation.scripted.tokens_per_s=10",
+        "generation.max_num_seqs=2",
+        "staleness.max_staleness=8",
+        "trainer.groups_per_step=2",
+    )
     one = up("a", "--no-exporter", *words(*settings, "trainer.scripted_step_s=0"))
     one.until_it_trains()
     alone = rate(one, 2)
