@@ -160,7 +160,12 @@ def _config(case: Case, prepared: Prepared) -> Config:
         prepared, run_dir=Path("runs"), name="staleness", seed=case.seed, steps=case.steps, max_staleness=case.lag
     )
     algorithm = config.algorithm.model_copy(update=dict(CORRECTIONS[case.correction]))
-    trainer = {"learning_rate": case.learning_rate, "groups_per_step": case.groups_per_step, "num_threads": 1}
+    trainer = {
+        "learning_rate": case.learning_rate,
+        "schedule": "constant",
+        "groups_per_step": case.groups_per_step,
+        "num_threads": 1,
+    }
     generation = {"num_threads": 1, "max_num_seqs": case.groups_per_step * config.generation.group_size}
     return config.model_copy(
         update={
