@@ -72,7 +72,11 @@ def config_of(name: str, prepared: Prepared, teacher: Path, directory: Path, arg
     more = [setting.format(coefficient=arguments.coefficient) for setting in RUNS[name]]
     if more:
         more.append(f"scoring.teachers=[{{model={json.dumps(str(teacher))}}}]")
-    common = [f"evaluation.every_steps={arguments.every}", f"trainer.learning_rate={arguments.learning_rate}"]
+    common = [
+        f"evaluation.every_steps={arguments.every}",
+        f"trainer.learning_rate={arguments.learning_rate}",
+        "trainer.schedule=constant",  # or the step of the target would depend on the number of steps
+    ]
     return load_config([written], environ={}, overrides=[*common, *more])
 
 
