@@ -81,7 +81,11 @@ def test_every_command_explains_itself(words: tuple[str, ...], ask) -> None:
         (("up", "--generators", "0"), "--generators"),
         (("streams", "requeue"), "--all"),
         (("streams", "peek", "nowhere"), "nowhere"),
-        (("streams", "peek"), "Missing argument '{prompts|rollouts|scored}'. Choose from: prompts, rollouts, scored"),
+        (
+            ("streams", "peek"),
+            "Missing argument '{prompts|rollouts|to_teach|to_judge|scored}'. Choose from: prompts, rollouts, to_teach, "
+            "to_judge, scored",
+        ),
         (("rollouts", "show", "00000001"), "no sample of group '00000001'"),
         (("config", "show", "--run", "a b"), "run.name = 'a b'"),
     ],

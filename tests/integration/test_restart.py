@@ -107,7 +107,10 @@ async def test_a_trainer_that_died_between_checkpoint_and_count_trains_nothing_t
         run.start("trainer")
         await run.until_over()
         assert (await run.ledger()).uncommitted == 0
-        assert set(run.times_trained.values()) == {1}
+        # It may have done a step more before it was killed, which is in no weights that are left.
+        times_trained = Counter(sample["group_id"] for sample in surviving(run))
+        assert payloads.keys() <= times_trained.keys()
+        assert set(times_trained.values()) == {1}
 
 
 async def test_a_trainer_that_was_replaced_while_it_stood_still_writes_nothing_any_more(
