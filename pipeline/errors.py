@@ -11,6 +11,7 @@
     +-- ServiceUnavailableError         exit 3: Redis or the weight channel cannot be reached
     +-- DrainTimeoutError               exit 4: work in flight did not end in time
     +-- TrainerReplacedError            exit 1: another trainer took the run over
+    +-- RankLostError                   exit 1: another rank of this trainer has ended, or hangs
     +-- MessageError                    a payload that does not validate; goes to dead_letters
     +-- WeightError                     weights that fail verification; the old version goes on serving
     +-- CheckpointError                 a checkpoint cannot be written or read; older ones are untouched
@@ -78,6 +79,10 @@ class RunStalledError(UsageError):
 
 class TrainerReplacedError(RollstreamError):
     """Another trainer took the run over. Nothing that this one has may be written any more."""
+
+
+class RankLostError(RollstreamError):
+    """Another of a trainer's ranks has ended, or does not answer. None can go on without it."""
 
 
 class MessageError(RollstreamError):

@@ -64,6 +64,12 @@ class LearningMetrics(MetricTable):
     clip_fraction = late_gauge(
         "ratio", "Share of tokens that were clipped.", "High: steps are too large or data too old.", roles=_TRAINER
     )
+    rank_balance = late_gauge(
+        "ratio",
+        "With several ranks: mean over largest of their tokens in the last step.",
+        "Near 1; below it ranks wait for the one that has most.",
+        roles=_TRAINER,
+    )
     skipped_steps_total = counter(
         "steps", "Steps whose update was not finite, or empty.", "Should stay at 0.", roles=_TRAINER
     )

@@ -33,5 +33,12 @@ def test_the_trainer_has_a_gpu_of_its_own_and_generators_share_the_others() -> N
     assert [gpu_environ(gpus, index, 3)["CUDA_VISIBLE_DEVICES"] for index in range(4)] == ["0", "1", "0", "2"]
 
 
+def test_each_rank_of_the_trainer_has_a_gpu_of_its_own() -> None:
+    gpus = ["0", "1", "2", "3"]
+    chosen = [gpu_environ(gpus, index, 3, 2)["CUDA_VISIBLE_DEVICES"] for index in range(4)]
+    assert chosen == ["0", "1", "0", "2,3"]
+    assert gpu_environ(gpus, 3, 3, 4) == {}
+
+
 def test_one_gpu_is_shared_by_all() -> None:
     assert gpu_environ(["0"], 0, 1) == {}

@@ -48,6 +48,7 @@ OTHERS = {
     "promtool",
     "grafana",
     "vllm",
+    "torchrun",
 }
 _FENCE = re.compile(r"^```(?P<kind>\w*)[^\n]*\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?P<target>[^)#\s]+)(?:#[^)]*)?\)")

@@ -13,8 +13,10 @@ with weights that are about to be replaced.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from pipeline.collector import Collector, HeldGroup
 from pipeline.config import Config
@@ -24,6 +26,7 @@ from pipeline.feeder import Feeder
 from pipeline.filters import group_reward
 from pipeline.learner import Learner, load_learner
 from pipeline.pace import WAITS_FOR_GROUPS
+from pipeline.ranks.place import check_settings, place_of
 from pipeline.run.data import RunData, load_run_data
 from pipeline.run.progress import Progress
 from pipeline.run.recovery import Recovery, TrainerState
@@ -33,6 +36,7 @@ from pipeline.weights.account import Account
 from pipeline.weights.channel import create_publisher
 from pipeline.worker.lifecycle import WorkerContext, run_worker
 from pipeline.worker.turns import DeviceTurn
+from workers import rank
 
 _FEED_WAIT_S = 0.5
 
@@ -267,7 +271,7 @@ class Trainer:
         return 0 < self._config.trainer.max_steps <= self._state.step
 
 
-async def body(context: WorkerContext) -> None:
+async def body(context: WorkerContext, load: Callable[[Config], Learner] = load_learner) -> None:
     """Train until the run has ended or the worker drains."""
     config = context.config
     recovery = Recovery(context)
@@ -278,7 +282,7 @@ async def body(context: WorkerContext) -> None:
     turn = DeviceTurn(context, is_urgent=True)
     async with turn.held():
         context.waiting_for("its model to load")
-        learner = await asyncio.to_thread(load_learner, config)
+        learner = await asyncio.to_thread(load, config)
         if turn.is_shared:
             await asyncio.to_thread(learner.leave_device)
     context.waiting_for(None)
@@ -286,7 +290,16 @@ async def body(context: WorkerContext) -> None:
 
 
 def main(config: Config) -> int:
-    """Exit code of a trainer process. Raises RunConflictError or ConfigError for a checkpoint that does not fit."""
+    """Exit code of a trainer process. Raises RunConflictError or ConfigError for a checkpoint that does not fit.
+
+    Of several ranks, which torchrun has started or rank 0 starts, only rank 0 is a trainer to anyone else.
+    """
+    place = place_of(os.environ)
+    check_settings(config, place)
+    if not place.leads:
+        return rank.main(config, place)
     # Now already: whoever joins a run that is new on the server decides its settings.
     checkpoint_to_go_on_from(config)
-    return run_worker("trainer", config, body)
+    if place.size == 1 and config.trainer.num_ranks == 1:
+        return run_worker("trainer", config, body)
+    return rank.lead(config, place, lambda load: run_worker("trainer", config, partial(body, load=load)))

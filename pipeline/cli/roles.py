@@ -5,6 +5,7 @@ In: settings. Out: the exit code of what ran.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import click
 
 from pipeline.cli.options import Sources, as_json, can_resume, takes_config
 from pipeline.cli.output import say_aside
+from pipeline.ranks.place import place_of
 
 Option = Callable[[Callable[[Sources], int]], Callable[[Sources], int]]
 
@@ -28,7 +30,9 @@ def _worker(role: str, summary: str, *options: Option) -> click.Command:
 
         # Before the worker listens to signals, a signal finds nothing to drain.
         signal.signal(signal.SIGTERM, _leave)
-        config = with_server(sources.load(), sources.words)
+        config = sources.load()
+        if place_of(os.environ).leads or role != "trainer":
+            config = with_server(config, sources.words)
         main: Callable[..., int] = import_module(f"workers.{role}").main
         try:
             return main(config)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.config.base import Count, Factor, Natural, Pause, PositiveFactor, Section, Threads
+from pipeline.config.base import Count, Factor, Natural, Pause, PositiveFactor, Seconds, Section, Threads
 
 # AdamW's steps are of about this size: no weight survives a larger one.
 Rate = Annotated[float, Field(gt=0, le=1e3, allow_inf_nan=False)]
@@ -62,6 +62,19 @@ class TrainerSettings(Section):
         description="Precision of forward and backward; master weights stay float32. auto: bfloat16 on GPU.",
     )
     num_threads: Threads = Field(0, description="CPU threads; 0 leaves it to torch, `up` divides the cores.")
+    num_ranks: Count = Field(
+        1,
+        description="Processes that share the training on this machine, each with a GPU where there are some; where "
+        "torchrun has started the trainer, its number counts.",
+    )
+    parallel: Literal["fsdp", "ddp"] = Field(
+        "fsdp",
+        description="On several ranks: weights, gradients and moments spread over them (fsdp), or all of them on each "
+        "(ddp): faster where they fit.",
+    )
+    collective_timeout_s: Seconds = Field(
+        600.0, description="A rank that another does not answer for so long ends, and with it the trainer."
+    )
     scripted_step_s: Pause = Field(
         0.0,
         description="With generation.engine = scripted: seconds that a step of the scripted trainer takes.",

@@ -13,6 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pipeline.ranks.world import World
+
 OLDEST = 3
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 SHARES = ("truncated_fraction", "masked_fraction")
@@ -38,6 +40,15 @@ class AgeTally:
         ratios = log_ratios.double().exp()
         self._moments += torch.stack([ratios.sum(), ratios.square().sum()])
         self._seen.append((ages, log_ratios))
+
+    def join(self, world: World) -> None:
+        """Add up what all ranks have seen."""
+        if world.is_alone:
+            return
+        world.add(self._counts, self._moments, *self._sums.values())
+        seen = [torch.stack([ages.double(), ratios.double()], dim=1) for ages, ratios in self._seen]  # [K, 2]
+        rows = world.gather_rows(torch.cat(seen) if seen else self._counts.new_zeros(0, 2))
+        self._seen = [(rows[:, 0].long(), rows[:, 1])]
 
     def describe(self) -> dict[str, float]:
         """effective_sample_size: (sum rho)^2 / (K sum rho^2) over K tokens, 1 where all ratios are equal.

@@ -6,21 +6,19 @@ Neither the order of the groups nor their split into micro-batches matters to th
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
 
 import structlog
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from pipeline.algorithms import Objective, TokenInputs, evaluate, resolve_algorithm
-from pipeline.batching import Layout, MicroBatch, Sample, arrange, make_samples, split
+from pipeline.batching import MicroBatch, Sample, arrange, make_samples
 from pipeline.config import AlgorithmSettings, Config, ModelSettings, StalenessSettings, TrainerSettings
 from pipeline.config.advice import advice
 from pipeline.learner.ages import AgeTally
+from pipeline.learner.building import build_policy
 from pipeline.learner.optimizer import Optimizer
 from pipeline.learner.plan import Plan, make_plan, reward_weights
 from pipeline.learner.report import describe_groups, in_feeding_order
@@ -28,11 +26,12 @@ from pipeline.learner.snapshot import PolicySnapshot, weights_to_save
 from pipeline.learner.survey import survey
 from pipeline.learner.tally import TokenTally, describe_tokens
 from pipeline.messages import ScoredGroup
-from pipeline.models.loading import load_model, resolve_device, resolve_dtype
-from pipeline.models.routing import RoutingReplay
+from pipeline.models.loading import resolve_device, resolve_dtype
 from pipeline.models.weights import export_weights, num_weight_bytes, weight_kind
 from pipeline.packing import describe_layout
-from pipeline.policy import CausalModel, Policy
+from pipeline.policy import Policy
+from pipeline.ranks.dealing import Deal, deal, shortest
+from pipeline.ranks.world import World
 from pipeline.staleness import assess
 from pipeline.weights import WeightState
 
@@ -40,7 +39,7 @@ _log = structlog.get_logger("pipeline.learner")
 
 
 class PolicyLearner:
-    """Trains a policy on the groups it is given."""
+    """Trains a policy on the groups it is given. Of a trainer on several ranks each has one, and all do the same."""
 
     def __init__(
         self,
@@ -52,9 +51,11 @@ class PolicyLearner:
         model: ModelSettings | None = None,
         wire_dtype: torch.dtype | None = None,
         reward_weights: Mapping[str, float] | None = None,
+        world: World | None = None,
     ) -> None:
         """model: where the tokenizer is that `save_model` adds. wire_dtype: precision of exported and
         saved weights; None keeps that of the master weights. reward_weights: of reward functions by name.
+        world: the ranks that share the work.
 
         Raises ConfigError for an unknown algorithm or an impossible schedule.
         """
@@ -64,40 +65,34 @@ class PolicyLearner:
         self._reward_weights = dict(reward_weights or {})
         self._staleness = staleness
         self._micro_batch_tokens = trainer.micro_batch_tokens
-        self._optimizer = Optimizer(policy.model, trainer)
+        self._world = world or World.alone(policy.device)
+        self.is_sharded = not self._world.is_alone and trainer.parallel == "fsdp"
+        self._optimizer = Optimizer(policy.model, trainer, self._world)
         self._model_settings = model
         self._wire_dtype = wire_dtype
         self._device = policy.device
         self._warned: set[str] = set()
 
     @classmethod
-    def create(cls, config: Config) -> PolicyLearner:
-        """Load the model that `config` names. Raises ModelError, ConfigError."""
+    def create(
+        cls, config: Config, world: World | None = None, *, on_loaded: Callable[[], None] = lambda: None
+    ) -> PolicyLearner:
+        """Load the model that `config` names. Raises ModelError, ConfigError.
+
+        on_loaded: called on rank 0 when nothing that the user can mend is left to go wrong there, and
+        before the other ranks are needed.
+        """
         resolve_algorithm(config.algorithm)
-        for text in advice(config.algorithm, config.generation, config.staleness):
-            _log.warning("algorithm_advice", advice=text)
         trainer = config.trainer
+        world = world or World.alone(resolve_device(trainer.device, setting="trainer.device"))
+        if world.leads:
+            for text in advice(config.algorithm, config.generation, config.staleness):
+                _log.warning("algorithm_advice", advice=text)
         if trainer.num_threads:
             torch.set_num_threads(trainer.num_threads)
-        device = resolve_device(trainer.device, setting="trainer.device")
-        dtype = resolve_dtype(trainer.dtype, device)
-        is_narrow = dtype is not torch.float32
-        model = _load_trainable(config, device, dtype)
-        needs_copy = config.algorithm.kl_coef > 0 and not config.lora.rank
-        reference = frozen_copy(model) if needs_copy else None
-        replay = RoutingReplay(model) if config.generation.replay_routing else None
-        if trainer.gradient_checkpointing:
-            _enable_checkpointing(model, replay)
-        policy = Policy(
-            model,
-            logprob_chunk_tokens=trainer.logprob_chunk_tokens,
-            autocast=dtype if is_narrow else None,
-            reference=reference,
-            replay=replay,
-            layout=Layout(trainer.micro_batch_layout),
-        )
+        is_narrow = resolve_dtype(trainer.dtype, world.device) is not torch.float32
         return cls(
-            policy,
+            build_policy(config, world, on_loaded=on_loaded),
             algorithm=config.algorithm,
             trainer=trainer,
             staleness=config.staleness,
@@ -105,6 +100,7 @@ class PolicyLearner:
             wire_dtype=torch.bfloat16 if is_narrow or config.generation.dtype == "bfloat16" else None,
             reward_weights=reward_weights(config.scoring.rewards)
             | {judge.title: judge.weight for judge in config.scoring.judges},
+            world=world,
         )
 
     def step(self, groups: Sequence[ScoredGroup], *, trainer_version: int) -> dict[str, float]:
@@ -113,7 +109,7 @@ class PolicyLearner:
         loss, metrics = self.accumulate(groups, trainer_version=trainer_version)
         num_tokens = metrics["trained_tokens"]
         update = self._optimizer.step(loss) if num_tokens else self._optimizer.skip()
-        if not update.is_applied:
+        if not update.is_applied and self._world.leads:
             _log.warning("step_skipped", loss=float(loss), grad_norm=update.grad_norm, tokens=num_tokens)
         return metrics | {
             "grad_norm": update.grad_norm,
@@ -133,14 +129,20 @@ class PolicyLearner:
         plan = self._plan(samples)
         tally, by_age = TokenTally(self.policy.device), AgeTally(self.policy.device)
         loss = torch.zeros((), dtype=torch.float64, device=self.policy.device)
-        micro_batches = list(split(samples, self._micro_batch_tokens, self.policy.layout))
-        for rows in micro_batches:
-            advantages = [plan.advantages[row] for row in rows]
-            batch = arrange([samples[row] for row in rows], advantages, plan.factors[rows], self.policy.layout)
-            loss += self._backward(batch.to(self.policy.device), plan.limit, tally, by_age)
+        self._optimizer.begin()
+        dealt = self._deal(samples)
+        for rows in dealt.micro_batches:
+            # A rank that has nothing to do computes something that counts for nothing: others wait for it.
+            chosen, counts = rows or [shortest(samples)], bool(rows)
+            advantages, factors = [plan.advantages[row] for row in chosen], plan.factors[chosen] * counts
+            batch = arrange([samples[row] for row in chosen], advantages, factors, self.policy.layout)
+            loss += self._backward(batch.to(self.policy.device), plan.limit, tally, by_age, counts=counts)
+        self._world.add(loss)
+        tally.join(self._world)
+        by_age.join(self._world)
         num_unusable = sum(sample.num_tokens for sample in samples) - tally.num_tokens
         described = describe_groups(ordered, assessments) | plan.describe() | describe_tokens(tally)
-        described |= describe_layout(samples, micro_batches, self.policy.layout)
+        described |= describe_layout(samples, dealt.of_all_ranks, self.policy.layout)
         return loss, described | by_age.describe() | {
             "loss": float(loss),
             "trained_tokens": float(tally.num_tokens),
@@ -148,13 +150,24 @@ class PolicyLearner:
             "unreplayed_tokens": float(num_unreplayed),
             "unrouted_tokens": float(num_unrouted),
             "untaught_tokens": float(self._count_untaught(samples)),
+            **({} if self._world.is_alone else {"rank_balance": dealt.balance}),
         }
+
+    def _deal(self, samples: Sequence[Sample]) -> Deal:
+        return deal(
+            samples,
+            self._micro_batch_tokens,
+            self.policy.layout,
+            rank=self._world.rank,
+            size=self._world.size,
+        )
 
     def _plan(self, samples: Sequence[Sample]) -> Plan:
         """What is decided over the whole step before its first micro-batch."""
         seen = None
         if self._settings.needs_survey:
-            seen = survey(self.policy, samples, self._micro_batch_tokens, with_reference=self._settings.kl_coef > 0)
+            batches = self._deal(samples).micro_batches
+            seen = survey(self.policy, samples, batches, with_reference=self._settings.kl_coef > 0, world=self._world)
         return make_plan(self._algorithm, samples, seen, weights=self._reward_weights)
 
     def leave_device(self) -> None:
@@ -174,34 +187,49 @@ class PolicyLearner:
         return num_weight_bytes(self.policy.model, dtype=self._wire_dtype)
 
     def export_weights(self, weight_version: int) -> WeightState:
-        """The trained weights (or the adapter) in host memory; where they are there already, no copy."""
+        """The trained weights (or the adapter) in host memory; where they are there already, no copy.
+
+        On other ranks than 0 an object without tensors.
+        """
         kind = weight_kind(self.policy.model)
-        tensors = export_weights(self.policy.model, kind=kind, dtype=self._wire_dtype)
+        tensors = export_weights(self.policy.model, kind=kind, dtype=self._wire_dtype, is_kept=self._world.leads)
         return WeightState(weight_version=weight_version, kind=kind, tensors=tensors)
 
     def state_dict(self) -> dict[str, object]:
-        """Trained weights in full precision, optimiser, step and random state."""
+        """Trained weights in full precision, optimiser, step and random state; empty on other ranks than 0."""
         return self._optimizer.state_dict()
 
+    def check_state(self, state: Mapping[str, object]) -> None:
+        """Raises ModelError where a state is of another model."""
+        self._optimizer.check(state)
+
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue from what `state_dict` gave. Raises ModelError where it is of another model."""
+        """Continue from what `state_dict` gave, which rank 0 has. Raises ModelError where it is of another model."""
         self._optimizer.load_state_dict(state)
 
     def snapshot(self) -> PolicySnapshot:
         """What a checkpoint holds, in host memory: the only part of writing one that a step has to wait for."""
+        return self.model_snapshot(self.state_dict())
+
+    def model_snapshot(self, state: dict[str, object] | None = None) -> PolicySnapshot:
+        """The policy alone, in host memory."""
         return PolicySnapshot(
             model=self.policy.model,
-            weights=weights_to_save(self.policy.model, self._wire_dtype),
-            state=self.state_dict(),
+            weights=weights_to_save(self.policy.model, self._wire_dtype, is_kept=self._world.leads),
+            state=state or {},
             model_settings=self._model_settings,
         )
 
     def save_model(self, directory: Path) -> None:
         """A Hugging Face directory with the weights (or the adapter) and the tokenizer."""
-        self.snapshot().save_model(directory)
+        self.model_snapshot().save_model(directory)
 
-    def _backward(self, batch: MicroBatch, limit: Tensor | None, tally: TokenTally, by_age: AgeTally) -> Tensor:
+    def _backward(
+        self, batch: MicroBatch, limit: Tensor | None, tally: TokenTally, by_age: AgeTally, *, counts: bool
+    ) -> Tensor:
         """Add the gradient of one micro-batch; returns its part of the loss, detached."""
+        # Before the pass whose gradient is wanted: weights that are gathered for one are let go after it.
+        reference = self.policy.reference_logprobs(batch) if self._settings.kl_coef > 0 else None
         output = self.policy.evaluate(batch)
         dtype = output.logprobs.dtype
         objective: Objective = evaluate(
@@ -212,7 +240,7 @@ class PolicyLearner:
                 advantages=batch.advantages.to(dtype),
                 mask=batch.mask,
                 ages=batch.ages,
-                ref_logprobs=self.policy.reference_logprobs(batch) if self._settings.kl_coef > 0 else None,
+                ref_logprobs=reference,
                 limit=limit.to(batch.ages.device) if limit is not None else None,
                 teacher_logprobs=batch.teacher_logprobs.to(dtype) if batch.teacher_logprobs is not None else None,
             ),
@@ -220,8 +248,9 @@ class PolicyLearner:
         loss = (objective.losses * batch.factors.to(dtype)).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         values = dict(objective.stats) | {"entropy": output.entropies}
-        tally.add(values, objective.mask, largest=("importance_ratio",))
-        by_age.add(values, objective.log_ratios, batch.ages, objective.mask)
+        mask = objective.mask & counts
+        tally.add(values, mask, largest=("importance_ratio",))
+        by_age.add(values, objective.log_ratios, batch.ages, mask)
         return loss.detach()
 
     def _count_missing(self, samples: Sequence[Sample]) -> tuple[int, int]:
@@ -261,33 +290,6 @@ class PolicyLearner:
         return num_untaught
 
     def _warn_once(self, event: str, **details: object) -> None:
-        if event not in self._warned:
+        if event not in self._warned and self._world.leads:
             self._warned.add(event)
             _log.warning(event, **details)
-
-
-def _load_trainable(config: Config, device: torch.device, dtype: torch.dtype) -> CausalModel:
-    """Frozen weights below an adapter need no float32 copy; all that is trained is float32."""
-    model = load_model(
-        config.model,
-        config.lora,
-        device=device,
-        dtype=dtype if config.lora.rank else torch.float32,
-        seed=config.run.seed,
-        trainable=True,
-    )
-    return cast(CausalModel, model)
-
-
-def _enable_checkpointing(model: CausalModel, replay: RoutingReplay | None) -> None:
-    settings: dict[str, object] = {"use_reentrant": False}
-    if replay is not None:
-        settings["context_fn"] = replay.checkpoint_contexts
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
-
-
-def frozen_copy(model: CausalModel) -> PreTrainedModel:
-    """The model as it is now, for the KL term."""
-    frozen = copy.deepcopy(model).requires_grad_(False).eval()
-    assert isinstance(frozen, PreTrainedModel)
-    return frozen

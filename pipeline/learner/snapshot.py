@@ -15,6 +15,7 @@ import torch
 
 from pipeline.config import ModelSettings
 from pipeline.models.loading import load_tokenizer, quiet
+from pipeline.ranks.tensors import is_spread, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,22 +39,28 @@ class PolicySnapshot:
                 load_tokenizer(self.model_settings).save_pretrained(directory)
 
 
-def weights_to_save(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+def weights_to_save(
+    model: torch.nn.Module, dtype: torch.dtype | None, *, is_kept: bool = True
+) -> dict[str, torch.Tensor]:
     """Name -> tensor in host memory, of `dtype` where it is given. Tensors that share memory go on sharing it.
 
-    Of a model with an adapter only what is trained, which is all that is written of it.
+    Of a model with an adapter only what is trained, which is all that is written of it. What is spread
+    over ranks is gathered one tensor at a time, and all have to ask. is_kept: False on a rank that only helps.
     """
-    trained = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    owners = {name: id(parameter) for name, parameter in parameters.items()}
     copies: dict[tuple[int, torch.Size, tuple[int, ...]], torch.Tensor] = {}
     found: dict[str, torch.Tensor] = {}
     is_adapter = hasattr(model, "peft_config")
     for name, tensor in model.state_dict().items():
         if is_adapter and name not in trained:
             continue
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        address = 0 if is_spread(tensor) else tensor.data_ptr()
+        key = (owners[name] if is_spread(tensor) else address, tensor.shape, tensor.stride())
         if key not in copies:
-            wanted = tensor.to(device="cpu", dtype=dtype if tensor.is_floating_point() else None)
-            is_same = wanted.data_ptr() == tensor.data_ptr()
+            wanted = whole(tensor.to(dtype=dtype if tensor.is_floating_point() else None)).to("cpu")
+            is_same = wanted.data_ptr() == address
             copies[key] = wanted.clone() if is_same and (name in trained or not tensor.is_floating_point()) else wanted
         found[name] = copies[key]
-    return found
+    return found if is_kept else {}

@@ -16,8 +16,10 @@ from torch import Tensor
 from pipeline.algorithms import Algorithm, m2po_limit
 from pipeline.algorithms.distillation import reverse_kl_advantages
 from pipeline.algorithms.ratios import usable_ratios
-from pipeline.batching import Sample, arrange, split
+from pipeline.batching import Sample, arrange
 from pipeline.policy import Policy
+from pipeline.ranks.dealing import shortest
+from pipeline.ranks.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,30 +61,45 @@ class Survey:
 
 
 @torch.no_grad()
-def survey(policy: Policy, samples: Sequence[Sample], budget: int, *, with_reference: bool) -> Survey:
-    """Ask `policy`, and its reference, for every token. budget: tokens of a micro-batch, padding included."""
+def survey(
+    policy: Policy,
+    samples: Sequence[Sample],
+    micro_batches: Sequence[Sequence[int]],
+    *,
+    with_reference: bool,
+    world: World,
+) -> Survey:
+    """Ask `policy`, and its reference, for every token. micro_batches: this rank's, each of indices of samples."""
     trainer = [torch.zeros(len(sample.mask), dtype=torch.float64) for sample in samples]
     reference = [row.clone() for row in trainer]
-    for rows in split(samples, budget, policy.layout):
+    for dealt in micro_batches:
+        rows = dealt or [shortest(samples)]
         chosen, values = [samples[row] for row in rows], [trainer[row] for row in rows]
         batch = arrange(chosen, values, torch.zeros(len(rows)), policy.layout).to(policy.device)
-        _fill(trainer, rows, policy.logprobs(batch))
+        _fill(trainer, dealt, policy.logprobs(batch))
         if with_reference:
-            _fill(reference, rows, policy.reference_logprobs(batch))
+            _fill(reference, dealt, policy.reference_logprobs(batch))
     return Survey(
-        trainer_logprobs=_joined(trainer),
+        trainer_logprobs=_summed(trainer, world),
         generator_logprobs=_joined([torch.tensor(item.completion.generator_logprobs).double() for item in samples]),
         ages=_joined([torch.from_numpy(sample.ages) for sample in samples]),
         mask=_joined([torch.from_numpy(sample.mask) for sample in samples]),
         teacher_logprobs=_joined([torch.from_numpy(sample.teacher_logprobs).double() for sample in samples]),
-        ref_logprobs=_joined(reference) if with_reference else None,
+        ref_logprobs=_summed(reference, world) if with_reference else None,
     )
 
 
 def _fill(into: list[Tensor], rows: Sequence[int], logprobs: Tensor) -> None:
-    """logprobs: [B, T], padded."""
-    for row, values in zip(rows, logprobs.double().cpu(), strict=True):
+    """logprobs: [B, T], padded. rows: empty where they count for nothing."""
+    for row, values in zip(rows, logprobs.double().cpu() if rows else (), strict=True):
         into[row] = values[: len(into[row])]
+
+
+def _summed(parts: Sequence[Tensor], world: World) -> Tensor:
+    """Each sample's row is 0 on all ranks but one."""
+    joined = _joined(parts).to(world.device)
+    world.add(joined)
+    return joined.cpu()
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

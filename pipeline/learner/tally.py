@@ -11,6 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from pipeline.ranks.world import World
+
 
 class TokenTally:
     """Means over the tokens that took part, the same for any split."""
@@ -30,6 +32,20 @@ class TokenTally:
             self._sums[name] = self._sums.get(name, 0.0) + masked.double().sum()
             if name in largest:
                 self._largest[name] = torch.maximum(self._largest.get(name, masked.new_zeros(())), masked.max())
+
+    def join(self, world: World) -> None:
+        """Add up what all ranks have seen; all have seen values of the same names."""
+        if world.is_alone:
+            return
+        names, maxima = sorted(self._sums), sorted(self._largest)
+        sums = torch.stack([self._num_tokens.double(), *(self._sums[name] for name in names)])
+        world.add(sums)
+        self._num_tokens = sums[0].round().long()
+        self._sums = dict(zip(names, sums[1:], strict=True))
+        if maxima:
+            largest = torch.stack([self._largest[name].double() for name in maxima])
+            world.largest(largest)
+            self._largest = dict(zip(maxima, largest, strict=True))
 
     def means(self) -> dict[str, float]:
         """Mean of every value; 0 without tokens."""

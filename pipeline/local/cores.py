@@ -39,13 +39,13 @@ def visible_gpus(environ: Mapping[str, str], device_dir: Path = Path("/dev")) ->
     return sorted((path.name.removeprefix("nvidia") for path in device_dir.glob("nvidia[0-9]*")), key=int)
 
 
-def gpu_environ(gpus: list[str], index: int, num_generators: int) -> dict[str, str]:
-    """The GPU of generator `index`, or of the trainer where index is num_generators.
+def gpu_environ(gpus: list[str], index: int, num_generators: int, num_ranks: int = 1) -> dict[str, str]:
+    """The GPU of generator `index`, or those of the trainer where index is num_generators.
 
-    The trainer takes the last GPU for itself; generators share out the others.
+    The trainer takes the last for itself, one for each of its ranks; generators share out the others.
     """
-    if len(gpus) < 2:
+    if len(gpus) <= num_ranks:
         return {}
     if index == num_generators:
-        return {_GPU_VARIABLE: gpus[-1]}
-    return {_GPU_VARIABLE: gpus[index % (len(gpus) - 1)]}
+        return {_GPU_VARIABLE: ",".join(gpus[-num_ranks:])}
+    return {_GPU_VARIABLE: gpus[index % (len(gpus) - num_ranks)]}

@@ -88,14 +88,16 @@ def _share(role: str, index: int, config: Config, crew: Crew, environ: Mapping[s
     if role not in {GENERATOR, TRAINER, *num_models}:
         return thread_environ(1, environ)
     # Who takes turns with the others does not compute at the same time, and on the same device.
-    num_at_once = crew.num_generators if config.is_colocated else crew.num_generators + 1
+    num_ranks = config.trainer.num_ranks
+    num_at_once = max(crew.num_generators, num_ranks) if config.is_colocated else crew.num_generators + num_ranks
     chosen = {GENERATOR: config.generation.num_threads, TRAINER: config.trainer.num_threads}.get(role, 0)
     share = available_cores() // max(1, num_at_once + sum(num_models.values()))
     threads = {} if chosen else thread_environ(share, environ)
     if role in num_models:
         return threads  # it sees all GPUs; `device` of its settings says which it takes
     gpus = [] if config.is_colocated else visible_gpus(environ)
-    return {**threads, **gpu_environ(gpus, crew.num_generators if role == TRAINER else index, crew.num_generators)}
+    place = crew.num_generators if role == TRAINER else index
+    return {**threads, **gpu_environ(gpus, place, crew.num_generators, num_ranks)}
 
 
 def _num_with_models(config: Config, crew: Crew) -> dict[str, int]:

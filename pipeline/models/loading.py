@@ -64,12 +64,26 @@ def load_model(
     _require_somewhere(model)
     with quiet():
         loaded = _load_pretrained(model, dtype)
-    loaded.requires_grad_(trainable and lora.rank == 0)
-    if lora.rank:
-        loaded = _with_adapter(loaded, lora, seed)
-    _set_adapter_trainable(loaded, trainable=trainable)
+    loaded = _prepared(loaded, lora, seed=seed, trainable=trainable)
     loaded.to(device)
     return loaded.train(trainable)
+
+
+def load_untrained(model: ModelSettings, lora: LoraSettings, *, dtype: torch.dtype) -> torch.nn.Module:
+    """What `load_model` gives for training, without the weights, which another process has. Raises ModelError."""
+    plain = LoraSettings(rank=0)
+    skeleton = load_skeleton(model, plain, attention=model.attention).to(dtype)
+    with torch.device("meta"):
+        return _prepared(skeleton, lora, seed=0, trainable=True).train()
+
+
+def _prepared(model: torch.nn.Module, lora: LoraSettings, *, seed: int, trainable: bool) -> torch.nn.Module:
+    """With its adapter, if it is to have one; what is not trained has no gradient."""
+    model.requires_grad_(trainable and lora.rank == 0)
+    if lora.rank:
+        model = _with_adapter(model, lora, seed)
+    _set_adapter_trainable(model, trainable=trainable)
+    return model
 
 
 def load_skeleton(model: ModelSettings, lora: LoraSettings, *, attention: str = "") -> torch.nn.Module:

@@ -13,6 +13,7 @@ import torch
 import xxhash
 
 from pipeline.errors import ConfigError, WeightError, few
+from pipeline.ranks.tensors import whole
 from pipeline.weights import HostTensor, WeightKind, WeightState
 
 Staged: TypeAlias = list[tuple[torch.nn.Parameter, torch.Tensor]]
@@ -26,16 +27,25 @@ def weight_kind(model: torch.nn.Module) -> WeightKind:
 
 
 def export_weights(
-    model: torch.nn.Module, *, kind: WeightKind | None = None, dtype: torch.dtype | None = None
+    model: torch.nn.Module,
+    *,
+    kind: WeightKind | None = None,
+    dtype: torch.dtype | None = None,
+    is_kept: bool = True,
 ) -> dict[str, HostTensor]:
     """The weights in host memory; tied tensors once, under their first name.
 
-    What already lies there in the right type is not copied: it changes with the model.
+    What already lies there in the right type is not copied: it changes with the model. What is spread
+    over ranks is gathered one tensor at a time, and all ranks have to ask.
     kind: defaults to `weight_kind(model)`. dtype: convert to it; None keeps each tensor's own.
+    is_kept: False on a rank that only helps to gather; it gets nothing.
     """
-    return {
-        name: to_host(parameter, dtype) for name, parameter in _travelling(model, kind or weight_kind(model)).items()
-    }
+    tensors = {}
+    for name, parameter in _travelling(model, kind or weight_kind(model)).items():
+        gathered = whole(parameter.detach().to(dtype or parameter.dtype))
+        if is_kept:
+            tensors[name] = to_host(gathered, dtype)
+    return tensors
 
 
 def num_weight_bytes(model: torch.nn.Module, *, dtype: torch.dtype | None = None) -> int:

@@ -8,8 +8,9 @@ of a whole batch.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import structlog
 import torch
@@ -25,8 +26,15 @@ from pipeline.policy.output_head import OutputHead, find_output_head
 from pipeline.policy.packed_attention import PackedMask, packed_mask, use_packed_attention
 
 CausalModel: TypeAlias = PreTrainedModel | PeftModel
+# How a pass through a model is made, where its weights have to be gathered for it: work -> what it gives.
+Run: TypeAlias = Callable[[Callable[[], Any]], Any]
 
 _log = structlog.get_logger("pipeline.policy")
+
+
+def directly(work: Callable[[], Any]) -> Any:
+    """A pass through a model whose weights are here."""
+    return work()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,7 +52,8 @@ class Policy:
     backward where it differs from the weights'. reference: frozen copy of the initial model; with an
     adapter it is not needed, since the model without the adapter is the initial one. replay: of the
     model's routers, where the generator's choice of experts is replayed. layout: wanted of micro-batches;
-    what the model can be trusted with is `layout`, and micro-batches must be of that, or padded.
+    what the model can be trusted with is `layout`, and micro-batches must be of that, or padded; is_proven:
+    it can be trusted with what is wanted. run, run_reference: how a pass through the two is made.
     """
 
     def __init__(
@@ -56,20 +65,26 @@ class Policy:
         reference: PreTrainedModel | None = None,
         replay: RoutingReplay | None = None,
         layout: Layout = Layout.SHARED,
+        is_proven: bool = False,
+        run: Run = directly,
+        run_reference: Run = directly,
     ) -> None:
         self.model = model
+        self._passes = run
+        self._reference_passes = run_reference
         self._chunk_tokens = logprob_chunk_tokens
         self._autocast = autocast
         self._replay = replay
         quiet_dropout(model)
         causal = _causal_model(model)
-        self._head = self._find_head(causal)
-        self.layout = self._prove(causal, layout)
+        self._head = self._find_head(causal, run)
+        self.layout = layout if is_proven else proven_layout(causal, self._head, layout)
         self._kernel = choose_kernel(causal, self.device)
         self._reference = reference
-        if reference is not None and self.layout is not Layout.PADDED:
-            use_packed_attention(reference)
-        self._reference_head = self._find_head(reference) if reference is not None else self._head
+        for one in (causal, reference) if self.layout is not Layout.PADDED else ():
+            if one is not None:
+                use_packed_attention(one)
+        self._reference_head = self._find_head(reference, run_reference) if reference is not None else self._head
 
     @property
     def device(self) -> torch.device:
@@ -95,7 +110,7 @@ class Policy:
     def evaluate(self, batch: MicroBatch) -> PolicyOutput:
         """Logprobs and entropies of the trained tokens. Raises MessageError: experts recorded from another model."""
         with self._replay.using(batch.routing) if self._replay else contextlib.nullcontext():
-            return self._run(self._head, batch)
+            return self._run(self._head, batch, self._passes)
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Logprobs of the trained tokens, [B, T] with gradient; 0 outside the mask."""
@@ -107,15 +122,19 @@ class Policy:
         if self._reference is None:
             assert isinstance(self.model, PeftModel), "a reference needs an adapter to switch off, or a copy"
             with self.model.disable_adapter():
-                return self._run(self._head, batch).logprobs
-        return self._run(self._reference_head, batch).logprobs
+                return self._run(self._head, batch, self._passes).logprobs
+        return self._run(self._reference_head, batch, self._reference_passes).logprobs
 
-    def _run(self, head: OutputHead, batch: MicroBatch) -> PolicyOutput:
+    def _run(self, head: OutputHead, batch: MicroBatch, run: Run) -> PolicyOutput:
         targets = Targets(token_ids=batch.targets, temperatures=batch.temperatures, kept=batch.kept)
-        with self._precision():
+
+        def ask() -> tuple[Tensor, Tensor]:
             states = head.states(batch.input_ids, self._mask(batch), batch.position_ids)  # [R, L, H]
             states = states.flatten(0, 1)[batch.state_index]  # [M, H]
-            logprobs, entropies = chunked_logprobs(states, targets, head.project, chunk_tokens=self._chunk_tokens)
+            return chunked_logprobs(states, targets, head.project, chunk_tokens=self._chunk_tokens)
+
+        with self._precision():
+            logprobs, entropies = run(ask)
         return PolicyOutput(logprobs=_scatter(logprobs, batch), entropies=_scatter(entropies, batch))
 
     def _mask(self, batch: MicroBatch) -> Tensor | PackedMask | None:
@@ -123,26 +142,14 @@ class Policy:
             return batch.attention_mask
         return packed_mask(batch.segments, batch.input_ids.device, self._kernel)
 
-    def _prove(self, model: PreTrainedModel, wanted: Layout) -> Layout:
-        proven = prove_layout(model, self._head, wanted)
-        if proven.reason:
-            _log.warning(
-                "micro_batch_layout",
-                architecture=type(model).__name__,
-                layout=str(proven.layout),
-                wanted=str(wanted),
-                reason=proven.reason,
-                consequence="right, but slower: more tokens than needed go through the model",
-            )
-        return proven.layout
-
     def _precision(self) -> contextlib.AbstractContextManager[None]:
         if self._autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self._autocast)
 
-    def _find_head(self, model: PreTrainedModel) -> OutputHead:
-        head = find_output_head(model)
+    def _find_head(self, model: PreTrainedModel, run: Run) -> OutputHead:
+        with torch.no_grad(), contextlib.nullcontext() if run is directly else self._precision():
+            head: OutputHead = run(lambda: find_output_head(model))
         if not head.is_chunked:
             _log.warning(
                 "logits_not_chunked",
@@ -150,6 +157,22 @@ class Policy:
                 consequence="memory grows with micro_batch_tokens x vocabulary; lower trainer.micro_batch_tokens",
             )
         return head
+
+
+def proven_layout(model: CausalModel, head: OutputHead | None, wanted: Layout) -> Layout:
+    """What `model` can be trusted with; says why, where that is less than is wanted. head: None finds it."""
+    causal = _causal_model(model)
+    proven = prove_layout(causal, head or find_output_head(causal), wanted)
+    if proven.reason:
+        _log.warning(
+            "micro_batch_layout",
+            architecture=type(causal).__name__,
+            layout=str(proven.layout),
+            wanted=str(wanted),
+            reason=proven.reason,
+            consequence="right, but slower: more tokens than needed go through the model",
+        )
+    return proven.layout
 
 
 def quiet_dropout(model: nn.Module) -> None:

@@ -116,6 +116,13 @@ _BY_AGE = tuple(
 )
 _TIMES = (
     _field("weight_version", "version", "of the weights after the step", "rises"),
+    _field(
+        "rank_balance",
+        "0 to 1",
+        "with several ranks: mean over largest of their tokens",
+        "near 1; below, some wait for others",
+        is_occasional=True,
+    ),
     _field("step_s", "s", "forward, backward and update", ""),
     _field("waited_s", "s", "waiting for groups", "below a fifth of wall_s: the trainer is busy"),
     _field("wall_s", "s", "since the step before", ""),

@@ -49,6 +49,7 @@ _GAUGES = (
     "prompts_always_solved",
     "prompts_sometimes_solved",
     "prompts_never_solved",
+    "rank_balance",
 )
 # Fields of a row that are counted up.
 _COUNTERS = (

@@ -16,7 +16,8 @@ from torch import Tensor
 from pipeline.batching import MicroBatch, make_samples, pad, split
 from pipeline.config import AlgorithmSettings, StalenessSettings, TrainerSettings
 from pipeline.errors import ConfigError, MessageError, ModelError
-from pipeline.learner.policy import PolicyLearner, _enable_checkpointing
+from pipeline.learner.building import _enable_checkpointing
+from pipeline.learner.policy import PolicyLearner
 from pipeline.messages import RoutedExperts, ScoredGroup
 from pipeline.models.routing import RoutingReplay
 from pipeline.policy import Policy

@@ -88,6 +88,12 @@ _STEP = Row(
             is_stacked=True,
         ),
         graph("Tokens per second", "Trained.", Query(total("tokens_out_total", TRAINER), "tokens")),
+        graph(
+            "Balance of ranks",
+            "With several ranks, mean over largest of their tokens: below 1 they wait for each other.",
+            Query(run_value("rank_balance"), "balance"),
+            unit=RATIO,
+        ),
     ),
 )
 
