@@ -29,6 +29,8 @@ from pipeline.streams import connect
 
 # Where tests are that take seconds. They come first, so that at the end nobody works alone.
 LONG = (
+    "tests/ranks/test_two_ranks.py",
+    "tests/integration/test_ranks.py",
     "tests/vllm/",
     "tests/chaos/",
     "tests/test_overlap_benchmarks.py",
@@ -63,14 +65,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests go one by one to whoever is free, but those of vLLM stay together: a module of them shares an engine."""
+    """Tests go one by one to whoever is free, but those of vLLM stay together: a module of them shares an engine.
+
+    Those of two ranks share the second.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             if nodeid.startswith("tests/vllm/"):
                 return "tests/vllm"
-            return nodeid.partition("::")[0] if "test_vllm_run.py" in nodeid else nodeid
+            is_one = any(name in nodeid for name in ("test_vllm_run.py", "test_two_ranks.py"))
+            return nodeid.partition("::")[0] if is_one else nodeid
 
     return Scheduling(config, log)
 

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pipeline.config import Config
 from pipeline.errors import RollstreamError
+from pipeline.learner import Learner, load_learner
 from pipeline.logs import configure, get_logger, masked
 from pipeline.ranks.crew import started
 from pipeline.ranks.place import Place, place_of
 from pipeline.worker.shutdown import PARENT_VARIABLE
 
 if TYPE_CHECKING:
-    from pipeline.learner import Learner
     from pipeline.ranks.world import World
 
 Result = TypeVar("Result")
@@ -65,9 +65,11 @@ def join(config: Config, place: Place) -> World:
 
 
 def lead(config: Config, place: Place, train: Callable[[Callable[[Config], Learner]], int]) -> int:
-    """Rank 0: what `train` gives, with the others behind the learner that it loads. Raises ConfigError."""
+    """Rank 0: what `train` gives, with the others, if any, behind the learner that it loads. Raises ConfigError."""
     if place.size > 1:
         return _lead(config, place, train)
+    if config.trainer.num_ranks == 1:
+        return train(load_learner)
     with started(config) as (our_place, crew):
         code = _lead(config, our_place, train, before_the_end=crew.expect_end)
         return code or int(crew.has_lost)

@@ -24,7 +24,7 @@ from pipeline.errors import WeightError
 from pipeline.evaluation import EvaluationReport, Evaluator
 from pipeline.feeder import Feeder
 from pipeline.filters import group_reward
-from pipeline.learner import Learner, load_learner
+from pipeline.learner import Learner
 from pipeline.pace import WAITS_FOR_GROUPS
 from pipeline.ranks.place import check_settings, place_of
 from pipeline.run.data import RunData, load_run_data
@@ -271,7 +271,7 @@ class Trainer:
         return 0 < self._config.trainer.max_steps <= self._state.step
 
 
-async def body(context: WorkerContext, load: Callable[[Config], Learner] = load_learner) -> None:
+async def body(context: WorkerContext, load: Callable[[Config], Learner]) -> None:
     """Train until the run has ended or the worker drains."""
     config = context.config
     recovery = Recovery(context)
@@ -300,6 +300,4 @@ def main(config: Config) -> int:
         return rank.main(config, place)
     # Now already: whoever joins a run that is new on the server decides its settings.
     checkpoint_to_go_on_from(config)
-    if place.size == 1 and config.trainer.num_ranks == 1:
-        return run_worker("trainer", config, body)
     return rank.lead(config, place, lambda load: run_worker("trainer", config, partial(body, load=load)))
