@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from pipeline.config import Config
 from pipeline.models.loading import load_model, load_untrained, resolve_dtype
-from pipeline.packing import Layout
 from pipeline.models.routing import RoutingReplay
+from pipeline.packing import Layout
 from pipeline.policy import CausalModel, Policy, Run, directly, proven_layout, quiet_dropout
 from pipeline.ranks.world import World
 

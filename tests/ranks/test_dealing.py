@@ -53,7 +53,11 @@ def test_tokens_are_balanced_where_lengths_are_uneven() -> None:
 
 def test_a_rank_that_has_nothing_to_do_gets_an_empty_micro_batch() -> None:
     samples = samples_of([5])
-    assert [deal(samples, 100, Layout.PADDED, rank=rank, size=3).micro_batches for rank in range(3)] == [[[0]], [[]], [[]]]
+    assert [deal(samples, 100, Layout.PADDED, rank=rank, size=3).micro_batches for rank in range(3)] == [
+        [[0]],
+        [[]],
+        [[]],
+    ]
     assert shortest(samples_of([9, 3, 5])) == 1
 
 
