@@ -18,7 +18,6 @@ import click
 
 from pipeline.cli.options import Sources, as_json, can_resume, takes_config
 from pipeline.cli.output import say_aside
-from pipeline.ranks.place import place_of
 
 Option = Callable[[Callable[[Sources], int]], Callable[[Sources], int]]
 
@@ -26,6 +25,7 @@ Option = Callable[[Callable[[Sources], int]], Callable[[Sources], int]]
 def _worker(role: str, summary: str, *options: Option) -> click.Command:
     def run(sources: Sources) -> int:
         from pipeline.local.server_address import with_server
+        from pipeline.ranks.place import place_of
         from pipeline.worker.shutdown import ignore_signals
 
         # Before the worker listens to signals, a signal finds nothing to drain.
