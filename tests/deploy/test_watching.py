@@ -35,6 +35,7 @@ NO_VALUES = {
     "overview/Memory of Redis/1",
     "overview/Workers there and wanted/1",  # no `up` runs there
     *(f"scoring/{panel}/0" for panel in _OF_MODELS),  # the run has neither
+    "training/Balance of ranks/0",
     "training/Cut by age/0",
     "training/Effective sample size/0",
     "training/Entropy and KL/0",
