@@ -6,57 +6,35 @@ In: `ScoredGroup`s. Out: `ScoredGroup`s. Judges behind a server need no torch; a
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
-import time
 
 from pipeline.config import Config
 from pipeline.errors import ConfigError
 from pipeline.judges import Judges
 from pipeline.keys import Stream
 from pipeline.messages import Outcome, Score, ScoredGroup
-from pipeline.streams import Entry, Lease
-from pipeline.wire import decode
 from pipeline.worker.lifecycle import WorkerContext, run_worker
-from pipeline.worker.scored import entry_of
+from pipeline.worker.scored import AddingWork
 from pipeline.worker.stage import Stage
 
-# One in work, and one that has been read meanwhile.
-_LOCAL_GROUPS = 2
 
-
-class JudgingWork:
+class JudgingWork(AddingWork):
     """Asks judges about groups."""
 
     def __init__(self, context: WorkerContext, judges: Judges) -> None:
-        self._context = context
+        settings = context.config.scoring.judges
+        super().__init__(context, settings, hops=("judge_claimed", "judged"))
         self._judges = judges
-        self._names = {settings.title for settings in context.config.scoring.judges}
-        self._num_in_work = 0
-        remote = [item.max_concurrency for item in context.config.scoring.judges if item.url]
-        group_size = context.config.generation.group_size
-        self._max_in_work = max([_LOCAL_GROUPS, *(number // group_size + 1 for number in remote)])
+        self._names = {judge.title for judge in settings}
 
-    def capacity(self) -> int:
-        """Groups that can be taken on now."""
-        return self._max_in_work - self._num_in_work
-
-    async def process(self, lease: Lease) -> Entry:
-        """The group with rewards. Raises MessageError, ConfigError."""
-        context, claimed = self._context, time.time()
-        self._num_in_work += 1
-        try:
-            group = decode(lease.payload, ScoredGroup, max_bytes=context.config.queues.max_payload_bytes)
-            scores = await self._judges.judge(group.rollout, group.scores)
-        finally:
-            self._num_in_work -= 1
-        context.metrics.tokens_in_total.inc(sum(map(len, group.rollout.completions)))
+    async def scores_of(self, group: ScoredGroup) -> tuple[Score, ...]:
+        """Its scores with the rewards of judges."""
+        scores = await self._judges.judge(group.rollout, group.scores)
         self._count(scores)
-        hops = {**group.hops, "judge_claimed": claimed, "judged": time.time()}
-        return entry_of(lease, dataclasses.replace(group, scores=scores, hops=hops))
+        return scores
 
     def _count(self, scores: tuple[Score, ...]) -> None:
-        metrics = self._context.metrics
+        metrics = self.context.metrics
         for part in (part for score in scores for part in score.parts if part.name in self._names):
             metrics.reward_calls_total.labels(function=part.name, outcome=part.outcome.value).inc()
             if part.value is not None:

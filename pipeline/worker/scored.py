@@ -1,13 +1,24 @@
-"""What a stage that scores hands on.
+"""What stages that score have in common.
 
-In: a scored group. Out: its entry for the next stream.
+In: a scored group. Out: its entry for the next stream; and the work of a stage that adds to the scores which a
+group has already.
 """
 
 from __future__ import annotations
 
-from pipeline.messages import ScoredGroup
+import dataclasses
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from pipeline.config.scoring import ModelAtWork
+from pipeline.messages import Score, ScoredGroup
 from pipeline.streams import Entry, Lease
-from pipeline.wire import encode
+from pipeline.wire import decode, encode
+from pipeline.worker.context import WorkerContext
+
+# One in work, and one that has been read meanwhile.
+_LOCAL_GROUPS = 2
 
 
 def entry_of(lease: Lease, group: ScoredGroup) -> Entry:
@@ -19,3 +30,36 @@ def entry_of(lease: Lease, group: ScoredGroup) -> Entry:
         payload=encode(group),
         is_evaluation=rollout.prompt.is_evaluation,
     )
+
+
+class AddingWork(ABC):
+    """Asks models about groups. models: all that are asked. hops: what the times of claim and end are called."""
+
+    def __init__(self, context: WorkerContext, models: Sequence[ModelAtWork], *, hops: tuple[str, str]) -> None:
+        self.context = context
+        self._hops = hops
+        self._num_in_work = 0
+        remote = [model.max_concurrency for model in models if model.url]
+        group_size = context.config.generation.group_size
+        self._max_in_work = max([_LOCAL_GROUPS, *(number // group_size + 1 for number in remote)])
+
+    @abstractmethod
+    async def scores_of(self, group: ScoredGroup) -> tuple[Score, ...]:
+        """Its scores with what is added."""
+
+    def capacity(self) -> int:
+        """Groups that can be taken on now."""
+        return self._max_in_work - self._num_in_work
+
+    async def process(self, lease: Lease) -> Entry:
+        """The group with more scores. Raises MessageError, and what `scores_of` raises."""
+        context, claimed = self.context, time.time()
+        self._num_in_work += 1
+        try:
+            group = decode(lease.payload, ScoredGroup, max_bytes=context.config.queues.max_payload_bytes)
+            scores = await self.scores_of(group)
+        finally:
+            self._num_in_work -= 1
+        context.metrics.tokens_in_total.inc(sum(map(len, group.rollout.completions)))
+        hops = {**group.hops, **dict(zip(self._hops, (claimed, time.time()), strict=True))}
+        return entry_of(lease, dataclasses.replace(group, scores=scores, hops=hops))
