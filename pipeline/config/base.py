@@ -23,6 +23,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveFactor = Annotated[float, Field(gt=0, le=LARGEST_FACTOR, allow_inf_nan=False)]
 Factor = Annotated[float, Field(ge=0, le=LARGEST_FACTOR, allow_inf_nan=False)]
+SignedFactor = Annotated[float, Field(ge=-LARGEST_FACTOR, le=LARGEST_FACTOR, allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.base import Count, NonNegative, PositiveFactor, Seconds, Section
-
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+from pipeline.config.base import Count, NonNegative, PositiveFactor, Seconds, Section, SignedFactor
 
 
 class RewardSettings(Section):
@@ -17,7 +15,7 @@ class RewardSettings(Section):
     function: str = Field(
         description='Import path "package.module:function", a file "reward.py:function", or a shipped name.'
     )
-    weight: float = Field(1.0, description="Factor in the sum of all rewards.")
+    weight: SignedFactor = Field(1.0, description="Factor in the sum of all rewards.")
     timeout_s: Seconds = Field(30.0, description="A call that takes longer is stopped and counted as a time-out.")
     name: str = Field("", description="Name in metrics and records; defaults to the function's.")
     kwargs: dict[str, str | int | float | bool | list[str]] = Field({}, description="Passed to every call by name.")
@@ -60,14 +58,18 @@ class TeacherSettings(ModelAtWork):
 class JudgeSettings(ModelAtWork):
     """One judge: a sequence classifier (a reward model), or with `url` a language model that is asked."""
 
-    weight: Finite = Field(1.0, description="Factor in the sum of all rewards.")
+    weight: SignedFactor = Field(1.0, description="Factor in the sum of all rewards.")
     prompt: str = Field(
         "",
         description="With `url`: file with the question, a Jinja template of `prompt`, `completion` and the columns of "
         "the data; empty asks for a score of the answer.",
     )
-    min_score: Finite = Field(0.0, description="With `url`: the score that is the reward 0; a lower one is an error.")
-    max_score: Finite = Field(10.0, description="With `url`: the score that is the reward 1; a higher one is an error.")
+    min_score: SignedFactor = Field(
+        0.0, description="With `url`: the score that is the reward 0; a lower one is an error."
+    )
+    max_score: SignedFactor = Field(
+        10.0, description="With `url`: the score that is the reward 1; a higher one is an error."
+    )
     max_tokens: Count = Field(512, description="With `url`: limit of the judge's answer.")
     temperature: NonNegative = Field(0.0, description="With `url`: of the judge; 0 is greedy.")
     cache: str = Field(

@@ -43,7 +43,7 @@ class Answer:
             if "error" in message:
                 raise refusal(int(message["error"].get("code") or 500), event)
             return sum(self._add_choice(choice) for choice in message["choices"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise PassingError(f"what it sent cannot be understood: {event[:200]!r}") from error
 
     def segment(self, known_versions: set[int]) -> Segment:
@@ -102,7 +102,7 @@ def _message(body: bytes) -> str:
     """What the server says, in whichever form: {"error": {"message": ...}}, {"error": ...}, {"detail": ...}, text."""
     try:
         found = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return body[:500].decode(errors="replace").strip()
     if isinstance(found, dict):
         found = found.get("error", found.get("detail", found))

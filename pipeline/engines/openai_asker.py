@@ -66,6 +66,11 @@ class Asker:
         except (LookupError, TypeError, AttributeError) as error:
             raise self._wrong(f"what it says of its models cannot be understood: {error!r}") from error
 
+    @property
+    def model(self) -> str:
+        """The name under which the server has it, as far as that is known."""
+        return self._name
+
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The answer. Raises ConfigError, and ScoringError or NoAnswerInTimeError after the last attempt."""
         async with self._slots:

@@ -25,6 +25,7 @@ class Connection:
     """Opened with the first request. Belongs to one event loop.
 
     key_setting: that names the variable with the key. missing: what to do about a server that lacks a route.
+    Raises ConfigError for a key that no header can hold.
     """
 
     def __init__(
@@ -38,6 +39,12 @@ class Connection:
         self._url = url
         self._key_setting = key_setting
         self._missing = missing
+        key = key.strip()  # files of secrets often end with a newline
+        if not key.isprintable():
+            raise ConfigError(
+                f"the variable that {key_setting} names holds a line break or another character that no header "
+                "can have: put the API key alone into it"
+            )
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._sessions: dict[str, aiohttp.ClientSession] = {}
 
@@ -76,7 +83,7 @@ class Connection:
             raise refused if is_final else PassingError(str(refused))
         try:
             return json.loads(content) if content else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PassingError(f"its answer to {path} cannot be understood: {content[:200]!r}") from error
 
     def _session(self, purpose: Literal["tokens", "control"]) -> aiohttp.ClientSession:

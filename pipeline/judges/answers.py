@@ -1,7 +1,7 @@
 """The score in what a judge wrote.
 
-In: its answer. Out: a number. An object {"score": 7} counts wherever it stands, the last one; without
-one the last number of the answer does.
+In: its answer. Out: a finite number. An object {"score": 7} counts wherever it stands, the last one;
+without one the last number of the answer does, of "7/10" or "7 out of 10" the 7.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pipeline.errors import ScoringError
 
 _OBJECT = re.compile(r"\{[^{}]*\}")
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?![\w]|\.\d)")
+_BEST = re.compile(r"(?<=\d)\s*(?:/|out of|of)\s*\d+(?:\.\d+)?(?!\w)")
 _MAX_SHOWN = 120
 
 
@@ -23,16 +24,16 @@ def score_in(answer: str) -> float:
         value = _value_of(text)
         if value is not None:
             return value
-    numbers = _NUMBER.findall(answer)
-    if not numbers:
+    numbers = [float(text) for text in _NUMBER.findall(_BEST.sub("", answer))]
+    if not numbers or not math.isfinite(numbers[-1]):
         raise ScoringError(f"the judge gave no score: {answer.strip()[:_MAX_SHOWN]!r}")
-    return float(numbers[-1])
+    return numbers[-1]
 
 
 def _value_of(text: str) -> float | None:
     try:
         value = json.loads(text).get("score")
         number = float(value) if not isinstance(value, bool) else math.nan
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     return number if math.isfinite(number) else None

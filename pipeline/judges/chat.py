@@ -7,7 +7,6 @@ are no score, and servers that do not answer, are errors of that completion and 
 from __future__ import annotations
 
 import asyncio
-import math
 from typing import Any
 
 import structlog
@@ -24,6 +23,7 @@ from pipeline.messages import Json, Outcome, RewardResult, RolloutGroup
 from pipeline.rewards.failure_log import FailureLog
 
 _MAX_PROBLEM_CHARS = 400
+_MAX_SHOWN = 120
 _log = structlog.get_logger()
 
 
@@ -81,7 +81,9 @@ class ChatJudge:
             "max_tokens": self._settings.max_tokens,
             "temperature": self._settings.temperature,
         }
-        key = key_of([self._settings.url, self._settings.model, request])
+        # A score means something between its bounds alone, which a template of one's own need not name.
+        bounds = [self._settings.min_score, self._settings.max_score]
+        key = key_of([self._settings.url, self._asker.model, request, *bounds])
         if (known := self._cache.get(key)) is not None:
             return known
         if key not in self._asking:
@@ -96,9 +98,11 @@ class ChatJudge:
             text = answer["choices"][0]["message"]["content"]
         except (LookupError, TypeError) as error:
             raise ScoringError(f"the judge's server gave no message ({error!r})") from error
+        if not isinstance(text, str | None):
+            raise ScoringError(f"the judge's server gave a message that is no text: {str(text)[:_MAX_SHOWN]}")
         score = score_in(text or "")
         low, high = self._settings.min_score, self._settings.max_score
-        if not low <= score <= high or not math.isfinite(score):
+        if not low <= score <= high:
             raise ScoringError(f"the judge's score {score:g} is not between {low:g} and {high:g}")
         self._cache.put(key, score)
         return score

@@ -7,10 +7,12 @@ conversation, any other the text of prompt and completion.
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 
 from pipeline.config import Config, JudgeSettings, ModelSettings
 from pipeline.errors import MessageError, ModelError
@@ -50,7 +52,13 @@ class Classifier:
         """See `Judge`."""
         async with self._one_at_a_time:
             values = await asyncio.to_thread(self._values, rollout)
-        return [RewardResult(name=self.name, value=value, outcome=Outcome.OK) for value in values]
+        return [self._result(value) for value in values]
+
+    def _result(self, value: float) -> RewardResult:
+        if math.isfinite(value):
+            return RewardResult(name=self.name, value=value, outcome=Outcome.OK)
+        problem = f"{self._setting}.model gave the logit {value}; try {self._setting}.dtype = 'float32'"
+        return RewardResult(name=self.name, value=None, outcome=Outcome.ERROR, problem=problem)
 
     async def close(self) -> None:
         """Forget the model."""
@@ -108,7 +116,13 @@ class Classifier:
         if self._tokenizer.chat_template:
             before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             conversation = [*before, {"role": "assistant", "content": completion}]
-            said = self._tokenizer.apply_chat_template(conversation, tokenize=False)
+            try:
+                said = self._tokenizer.apply_chat_template(conversation, tokenize=False)
+            except (TemplateError, LookupError, TypeError, ValueError) as error:
+                raise MessageError(
+                    f"{self._setting}.model = {self._settings.model!r}: its chat template does not take this "
+                    f"conversation: {error}"
+                ) from error
             ids = self._tokenizer(said, add_special_tokens=False)["input_ids"]
         else:
             ids = self._tokenizer(text_of(prompt) + completion)["input_ids"]

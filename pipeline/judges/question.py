@@ -31,6 +31,10 @@ Reply with a JSON object and nothing else: {"score": <number>}
 """
 
 
+# What a template can run into while it is filled in, besides what Jinja itself says: {{ 1 / 0 }}, {{ prompt + 1 }}.
+_NOT_FILLED = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
 class Question:
     """file: of the template; empty for the default. setting: that names it. Raises ConfigError."""
 
@@ -41,7 +45,7 @@ class Question:
             text = Path(file).expanduser().read_text(encoding="utf-8") if file else DEFAULT
             environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, autoescape=False)
             self._template = environment.from_string(text)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a ~user that there is not
             raise ConfigError(f"{setting} = {file!r} cannot be read: {error}") from error
         except TemplateError as error:
             raise ConfigError(f"{setting} = {file!r} is no Jinja template: {error}") from error
@@ -51,7 +55,7 @@ class Question:
         known = {**columns, **self._bounds, "prompt": prompt, "completion": completion}
         try:
             return self._template.render(known)
-        except TemplateError as error:
+        except _NOT_FILLED as error:
             raise MessageError(
                 f"{self._setting}: the template cannot be filled in: {error}; there are: {', '.join(sorted(known))}"
             ) from error

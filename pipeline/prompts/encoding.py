@@ -66,7 +66,7 @@ def chat_encoder(tokenizer: ChatTokenizer, system_prompt: str = "", chat_templat
                     return_dict=False,
                 )
             )
-        except TemplateError as error:
+        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise DataError(f"the chat template refuses the prompt: {error}") from error
 
     return encode

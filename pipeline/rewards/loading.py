@@ -7,7 +7,6 @@ that neither their imports nor their mistakes reach the worker.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -80,10 +79,6 @@ def name_rewards(settings: Sequence[RewardSettings], *, may_be_none: bool = Fals
     for reward in rewards:
         if reward.name in seen:
             raise RewardLoadError(f"scoring.rewards: two are called {reward.name!r}: give one of them another `name`.")
-        if not math.isfinite(reward.weight):
-            raise RewardLoadError(
-                f"scoring.rewards: the weight of {reward.name!r} is {reward.weight}; use a finite number."
-            )
         seen.add(reward.name)
     return rewards
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sqlite3
 import subprocess
 import sys
 from dataclasses import replace
@@ -57,6 +58,10 @@ def judge_of(server: Answering, **settings: object) -> ChatJudge:
         ('First {"score": 2}, on reflection:\n```json\n{"why": "x", "score": 7.5}\n```', 7.5),
         ("I give it 8 of 10, so: 8", 8.0),
         ("Score: -1.5", -1.5),
+        ("Score: 7/10", 7.0),
+        ("1 of 3 steps is wrong, so it gets 6.5 out of 10.", 6.5),
+        ('{"score": %s}, or 4' % ("9" * 400), 4.0),
+        ('{"score": %s} 3' % ("[" * 100_000), 3.0),
         ('{"score": "6"}', 6.0),
         ('{"verdict": "good"} 9', 9.0),
     ],
@@ -65,7 +70,7 @@ def test_the_score_is_the_last_object_that_has_one_or_the_last_number(answer: st
     assert score_in(answer) == score
 
 
-@pytest.mark.parametrize("answer", ["", "good", '{"score": null}', '{"score": true}', "v1.2.3 gpt4x"])
+@pytest.mark.parametrize("answer", ["", "good", "9" * 400, '{"score": null}', '{"score": true}', "v1.2.3 gpt4x"])
 def test_an_answer_without_a_score_is_an_error(answer: str) -> None:
     with pytest.raises(ScoringError, match="the judge gave no score"):
         score_in(answer)
@@ -110,19 +115,51 @@ async def test_a_template_of_ones_own_has_the_columns_and_misses_what_is_not_the
             await judge.rewards(rollout_of("4"))
         with pytest.raises(MessageError, match="unsafe"):
             await judge.rewards(rollout_of("4", answer="four", unsafe=True))
+        for wrong in ("{{ 1 / 0 }}", "{{ prompt + 1 }}", "{% include 'x' %}", "{{ '{}'.format() }}"):
+            template.write_text(wrong)
+            with pytest.raises(MessageError, match=r"scoring.judges\[0\].prompt: the template cannot be filled in"):
+                judge_of(server, prompt=str(template))._question.about("2+2?", "4", {})
         template.write_text("{% if %}")
         with pytest.raises(ConfigError, match=r"scoring.judges\[0\].prompt = .* is no Jinja template"):
             judge_of(server, prompt=str(template))
         with pytest.raises(ConfigError, match=r"scoring.judges\[0\].prompt = .* cannot be read"):
             judge_of(server, prompt=str(tmp_path / "none"))
-        with pytest.raises(ConfigError, match=r"scoring.judges\[0\].cache = .* cannot be used"):
-            judge_of(server, cache=str(template / "x"))
+        with pytest.raises(ConfigError, match=r"scoring.judges\[0\].prompt = .* cannot be read"):
+            judge_of(server, prompt="~nobody-of-this-name/question")
+        other = tmp_path / "other.sqlite"
+        with contextlib.closing(sqlite3.connect(other)) as database:
+            database.execute("CREATE TABLE scores (what TEXT)")
+        for cache in (template / "x", template, other, "~nobody-of-this-name/x"):
+            with pytest.raises(ConfigError, match=r"scoring.judges\[0\].cache = .* cannot be used"):
+                judge_of(server, cache=str(cache))
+        await judge.close()
+
+
+async def test_a_cache_gives_no_score_of_other_bounds_and_one_that_breaks_ends_no_judge(tmp_path: Path) -> None:
+    template, cache = tmp_path / "question.jinja", tmp_path / "scores.sqlite"
+    template.write_text("{{ completion }}")
+    with answering(lambda path, body, number: says("4")) as server:
+        for most, reward in ((8, 0.5), (4, 1.0)):
+            judge = judge_of(server, cache=str(cache), prompt=str(template), max_score=most)
+            assert [item.value for item in await judge.rewards(rollout_of("4"))] == [reward]
+            await judge.close()
+        judge = judge_of(server, cache=str(cache), prompt=str(template), max_score=4)
+        with contextlib.closing(sqlite3.connect(cache)) as database:
+            database.execute("DROP TABLE scores")
+        for _ in range(2):
+            assert [item.value for item in await judge.rewards(rollout_of("5"))] == [1.0]
+        assert judge.num_asked == 1, "what it knows stays in memory"
         await judge.close()
 
 
 FAILURES: dict[str, tuple[Behave, Outcome, str]] = {
     "no score": (lambda path, body, number: says("well"), Outcome.ERROR, "the judge gave no score: 'well'"),
     "out of bounds": (lambda path, body, number: says("11"), Outcome.ERROR, "score 11 is not between 0 and 10"),
+    "no text": (
+        lambda path, body, number: (200, {"choices": [{"message": {"content": [{"text": "5"}]}}]}),
+        Outcome.ERROR,
+        "gave a message that is no text",
+    ),
     "no message": (lambda path, body, number: (200, {"choices": []}), Outcome.ERROR, "gave no message"),
     "always busy": (lambda path, body, number: (503, {"error": "busy"}), Outcome.ERROR, "it answered 503: busy"),
     "refused": (lambda path, body, number: (400, {"error": "too long"}), Outcome.ERROR, "refused with 400: too long"),
@@ -194,6 +231,21 @@ async def test_a_wrong_key_or_address_ends_with_the_setting_and_tells_no_key(mon
     with pytest.raises(ServiceUnavailableError, match=r"scoring.judges\[0\].url.*does not answer /v1/models"):
         await nobody.start()
     await nobody.close()
+
+
+async def test_a_key_with_its_files_newline_is_one_and_with_other_control_characters_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with answering(lambda path, body, number: says("5")) as server:
+        monkeypatch.setenv("OPENAI_API_KEY", "not-to-be-told\n")
+        judge = judge_of(server)
+        await judge.rewards(rollout_of("4"))
+        assert server.keys == ["Bearer not-to-be-told"]
+        await judge.close()
+        monkeypatch.setenv("OPENAI_API_KEY", "not-to-\nbe-told")
+        with pytest.raises(ConfigError, match=r"scoring.judges\[0\].api_key_env names holds") as caught:
+            judge_of(server)
+        assert "be-told" not in str(caught.value)
 
 
 def test_a_judge_behind_a_server_needs_no_torch() -> None:

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 from pipeline.config import Config
 from pipeline.errors import MessageError, ModelError, UsageError
 from pipeline.judges import Judges
-from pipeline.messages import Prompt, RolloutGroup, Score
+from pipeline.messages import Outcome, Prompt, RolloutGroup, Score
 from tests.learning.builders import Row, make_group
 from tests.tiny import SPECIAL, VOCABULARY, make_tiny_model, make_tokenizer
 
@@ -99,3 +99,20 @@ async def test_what_is_no_reward_model_is_refused_by_its_setting(tmp_path: Path,
     await judges.start()
     with pytest.raises(MessageError, match=r"104 tokens, the context of scoring.judges\[0\].model"):
         await judges.judge(rollout_of("a" * 100), (Score(reward=None),))
+
+
+async def test_a_conversation_that_the_template_refuses_is_set_aside_and_no_number_is_a_failure(
+    tmp_path: Path,
+) -> None:
+    model = make_reward_model(tmp_path)
+    judges = judges_of(model)
+    await judges.start()
+    for template in ("{{ raise_exception('no system message') }}", "{{ messages[0] + 1 }}"):
+        judges._judges[0]._tokenizer.chat_template = template
+        with pytest.raises(MessageError, match=r"scoring.judges\[0\].model.* chat template does not take"):
+            await judges.judge(rollout_of("4"), (Score(reward=None),))
+    judges._judges[0]._tokenizer.chat_template = None
+    torch.nn.init.constant_(judges._judges[0]._model.score.weight, torch.nan)
+    (score,) = await judges.judge(rollout_of("4"), (Score(reward=0.5),))
+    assert (score.reward, score.parts[0].outcome) == (None, Outcome.ERROR)
+    assert "gave the logit nan" in score.parts[0].problem

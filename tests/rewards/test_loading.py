@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
-from pipeline.config import RewardSettings
+from pipeline.config import RewardSettings, ScoringSettings
 from pipeline.errors import RewardLoadError
 from pipeline.rewards import load_rewards
 from tests.rewards.pools import reward, rewards_of, rollout, running_pool
@@ -109,9 +110,11 @@ def test_two_rewards_of_one_name_are_refused() -> None:
         load_rewards([reward("zero"), reward("zero")])
 
 
-def test_a_weight_that_is_not_finite_is_refused() -> None:
-    with pytest.raises(RewardLoadError, match="nan"):
-        load_rewards([reward("zero", weight=float("nan"))])
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1e300])
+def test_a_weight_with_which_no_sum_can_be_made_is_refused(weight: float) -> None:
+    for kind, item in (("rewards", {"function": "a:b"}), ("judges", {"model": "a"})):
+        with pytest.raises(ValidationError, match="weight"):
+            ScoringSettings.model_validate({kind: [item | {"weight": weight}]})
 
 
 async def test_rewards_can_be_loaded_from_within_an_event_loop() -> None:
