@@ -17,6 +17,7 @@
     +-- CheckpointError                 a checkpoint cannot be written or read; older ones are untouched
     |   +-- DiskFullError               there is no space left for it
     +-- ScoringError                    a teacher or judge could not deal with one group
+    |   +-- ServerAwayError           nobody is where its server should be; its group goes to others
     +-- EngineError                     a generation engine failed on one group
     +-- EngineLostError                 a generation engine has ended; its worker ends, its groups go to others
 
@@ -111,6 +112,10 @@ class EngineLostError(RollstreamError):
 
 class ScoringError(RollstreamError):
     """A teacher or a judge could not deal with a group, or with a completion."""
+
+
+class ServerAwayError(ScoringError):
+    """The server of a teacher or a judge cannot be reached. Nothing is wrong with the groups that it was to have."""
 
 
 def few(names: Collection[str]) -> str:

@@ -23,6 +23,10 @@ class PassingError(Exception):
     """Another attempt may help, here or at another server."""
 
 
+class UnreachableError(PassingError):
+    """There is no connection to the server."""
+
+
 class ForeignWeightsError(PassingError):
     """The server drew from weights that it was not given by this generator."""
 

@@ -15,9 +15,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipeline.config.scoring import ModelAtWork
-from pipeline.engines.openai_answers import PassingError
+from pipeline.engines.openai_answers import PassingError, UnreachableError
 from pipeline.engines.openai_checks import base_url, served_name
-from pipeline.errors import ConfigError, EngineError, ScoringError, ServiceUnavailableError
+from pipeline.errors import ConfigError, EngineError, ScoringError, ServerAwayError, ServiceUnavailableError
 
 _MAX_ATTEMPTS = 5
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 10.0
@@ -72,7 +72,7 @@ class Asker:
         return self._name
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The answer. Raises ConfigError, and ScoringError or NoAnswerInTimeError after the last attempt."""
+        """The answer. Raises ConfigError, and after the last attempt ScoringError, of a kind that says why."""
         async with self._slots:
             return await self._patiently("POST", path, {"model": self._name, **body})
 
@@ -89,6 +89,8 @@ class Asker:
                 error: ScoringError = NoAnswerInTimeError(
                     f"{self._where}: no answer to {path} in {self._settings.timeout_s:g} s, {attempt} times"
                 )
+            except UnreachableError as problem:
+                error = ServerAwayError(f"{self._where}: {problem}")
             except PassingError as problem:
                 error = ScoringError(f"{self._where}: {problem}")
             except EngineError as problem:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import aiohttp
 
-from pipeline.engines.openai_answers import KEY_SETTING, PassingError, refusal
+from pipeline.engines.openai_answers import KEY_SETTING, PassingError, UnreachableError, refusal
 from pipeline.errors import ConfigError
 
 TOKENS = "/inference/v1/generate"
@@ -74,7 +74,8 @@ class Connection:
             async with self._session("control").request(method, self._url + path, json=body) as response:
                 content = await response.read()
         except (aiohttp.ClientError, OSError) as error:
-            raise PassingError(f"it does not answer {path}: {type(error).__name__}: {error}") from error
+            kind = UnreachableError if isinstance(error, aiohttp.ClientConnectorError) else PassingError
+            raise kind(f"it does not answer {path}: {type(error).__name__}: {error}") from error
         if response.status == 404:
             raise ConfigError(f"it has no {path}: {self._missing}")
         if response.status != 200:

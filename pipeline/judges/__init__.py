@@ -26,7 +26,7 @@ class Judge(Protocol):
         """Load the model, or reach the server. Raises UsageError, ServiceUnavailableError."""
 
     async def rewards(self, rollout: RolloutGroup) -> list[RewardResult]:
-        """What it says of each completion. Raises MessageError, ConfigError."""
+        """What it says of each completion. Raises MessageError, ConfigError, ServerAwayError."""
 
     async def close(self) -> None:
         """Let everything go. Safe to call twice."""

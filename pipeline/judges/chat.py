@@ -14,7 +14,7 @@ import structlog
 from pipeline.config import JudgeSettings
 from pipeline.engines.openai_asker import Asker, NoAnswerInTimeError
 from pipeline.engines.together import together
-from pipeline.errors import ScoringError
+from pipeline.errors import ScoringError, ServerAwayError
 from pipeline.judges import text_of
 from pipeline.judges.answers import score_in
 from pipeline.judges.cache import ScoreCache, key_of
@@ -68,6 +68,8 @@ class ChatJudge:
         self._failures.count_call(self.name)
         try:
             score = await self._score(question)
+        except ServerAwayError:
+            raise
         except NoAnswerInTimeError as error:
             return self._failed(Outcome.TIMEOUT, str(error))
         except ScoringError as error:

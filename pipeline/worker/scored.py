@@ -12,10 +12,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from pipeline.config.scoring import ModelAtWork
+from pipeline.errors import ServerAwayError
 from pipeline.messages import Score, ScoredGroup
 from pipeline.streams import Entry, Lease
 from pipeline.wire import decode, encode
 from pipeline.worker.context import WorkerContext
+from pipeline.worker.stage import HandBack
 
 # One in work, and one that has been read meanwhile.
 _LOCAL_GROUPS = 2
@@ -52,12 +54,14 @@ class AddingWork(ABC):
         return self._max_in_work - self._num_in_work
 
     async def process(self, lease: Lease) -> Entry:
-        """The group with more scores. Raises MessageError, and what `scores_of` raises."""
+        """The group with more scores. Raises MessageError, HandBack while a server is away, and as `scores_of`."""
         context, claimed = self.context, time.time()
         self._num_in_work += 1
         try:
             group = decode(lease.payload, ScoredGroup, max_bytes=context.config.queues.max_payload_bytes)
             scores = await self.scores_of(group)
+        except ServerAwayError as error:
+            raise HandBack(str(error)) from error  # which is no attempt: however long the server is away
         finally:
             self._num_in_work -= 1
         context.metrics.tokens_in_total.inc(sum(map(len, group.rollout.completions)))

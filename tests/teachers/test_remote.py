@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from pipeline.config import Config
 from pipeline.engines import openai_asker
-from pipeline.errors import ConfigError, ModelError, ScoringError, ServiceUnavailableError
+from pipeline.errors import ConfigError, ModelError, ScoringError, ServerAwayError, ServiceUnavailableError
+from pipeline.judges import Judges
+from pipeline.messages import Score, ScoredGroup
 from pipeline.settings.problems import disagreements
+from pipeline.streams import Lease
 from pipeline.teachers import Teachers
+from pipeline.wire import encode
+from pipeline.worker.context import WorkerContext
+from pipeline.worker.stage import HandBack
 from tests.answering import Behave, answering
 from tests.learning.builders import Row, make_group
 from tests.tiny import VOCABULARY, make_tiny_model
+from workers.teacher import TeachingWork
 
 ROLLOUT = make_group([Row(token_ids=[7, 9]), Row(token_ids=[5])], prompt=[6, 8]).rollout
 KEY = "not-to-be-told"
@@ -119,6 +127,26 @@ async def test_a_server_that_does_not_answer_as_it_should_fails_the_group(
             await teachers.logprobs(ROLLOUT)
         await teachers.close()
     assert KEY not in str(caught.value)
+
+
+async def test_groups_wait_for_a_server_that_has_gone_away(policy: Path) -> None:
+    with answering(lambda path, body, number: (404, {})) as server:
+        config = config_of(policy, server.url)
+        teachers = Teachers(config)
+        await teachers.start()
+        judges = Judges(Config.model_validate({"scoring": {"judges": [{"model": "tiny", "url": server.url}]}}))
+        await judges.start()
+    where = r"url = .*does not answer /v1/"
+    with pytest.raises(ServerAwayError, match=rf"scoring.judges\[0\].{where}"):
+        await judges.judge(ROLLOUT, [Score(reward=1.0)] * len(ROLLOUT.completions))
+    work = TeachingWork(cast(WorkerContext, SimpleNamespace(config=config)), teachers)
+    group = ScoredGroup(rollout=ROLLOUT, scores=tuple(Score(reward=1.0) for _ in ROLLOUT.completions), scorer="s")
+    lease = cast(Lease, SimpleNamespace(payload=encode(group)))
+    with pytest.raises(HandBack, match=rf"scoring.teachers\[0\].{where}"):
+        await work.process(lease)
+    assert work.capacity() > 0
+    await teachers.close()
+    await judges.close()
 
 
 async def test_another_vocabulary_at_the_server_is_refused(policy: Path) -> None:
