@@ -82,9 +82,9 @@ async def groups_per_second(run: Run, num_groups: int) -> float:
 
 
 async def test_throughput_follows_generators_that_come_and_go(tmp_path: Path, valkey_url: str, run_name: str) -> None:
-    # One generator makes one group after another, each in 0.32 s: long beside what a busy machine adds.
+    # One generator makes one group after another, each in 0.8 s: long beside what a busy machine adds.
     settings = (
-        "generation.scripted.tokens_per_s=50",
+        "generation.scripted.tokens_per_s=20",
         "generation.max_num_seqs=4",
         "trainer.groups_per_step=2",
         "trainer.max_steps=100000",
@@ -94,16 +94,16 @@ async def test_throughput_follows_generators_that_come_and_go(tmp_path: Path, va
     async with running(tmp_path, valkey_url, run_name, *SCRIPTED, *settings) as run:
         run.start_all()
         await run.until_trained(2)
-        alone = await groups_per_second(run, 8)
+        alone = await groups_per_second(run, 4)
         helpers = [run.start("generator") for _ in range(2)]
         await run.until_ready(*helpers)
         await run.until_trained((await run.ledger()).trained + 4)
-        together = await groups_per_second(run, 20)
+        together = await groups_per_second(run, 12)
         for helper in helpers:
             helper.signal(signal.SIGTERM)
         assert await run.until_exit(*helpers) == [0, 0]
         await run.until_trained((await run.ledger()).trained + 2)
-        alone_again = await groups_per_second(run, 6)
+        alone_again = await groups_per_second(run, 4)
         assert together > 2 * alone
         assert together > 2 * alone_again
         await run.fleet.stop("the test is over")
