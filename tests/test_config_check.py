@@ -303,3 +303,26 @@ def test_a_broken_row_names_file_and_row(settings: list[str], tmp_path: Path) ->
 def test_all_problems_are_said_at_once(settings: list[str]) -> None:
     config = load(settings, "scoring.rewards=[]", "data.path='nowhere.jsonl'", "model.path='./nowhere'")
     assert len(complaint(config).splitlines()) >= 3
+
+
+@pytest.mark.parametrize(
+    ("scoring", "said"),
+    [
+        ("teachers=[{model='/none'}]", r"scoring.teachers\[0\].model = '/none' does not exist"),
+        ("teachers=[{model='m', url='ftp://h'}]", r"scoring.teachers\[0\].url = 'ftp://h' must look like"),
+        (
+            "judges=[{model='m', url='http://h', prompt='/none'}]",
+            r"scoring.judges\[0\].prompt = '/none' cannot be read",
+        ),
+        ("judges=[{model='/none'}]", r"scoring.judges\[0\].model = '/none' does not exist"),
+        ("teacher_column='nope'", "scoring.teacher_column = 'nope': no row of .* columns that there are: answer"),
+        ("teacher_column='answer'", "data.jsonl, row 1: column 'answer' .* names the teacher 'ba'; there are: big"),
+    ],
+)
+def test_teachers_and_judges_that_cannot_begin_are_refused_by_their_setting(
+    settings: list[str], scoring: str, said: str
+) -> None:
+    teacher = ["scoring.teachers=[{name='big', model='m', url='http://h'}]"] if "column" in scoring else []
+    with pytest.raises(ConfigError, match=said) as caught:
+        check_quickly(load_config([], environ={}, overrides=[*settings, *teacher, f"scoring.{scoring}"]))
+    assert "\n" not in str(caught.value)

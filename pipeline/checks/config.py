@@ -165,11 +165,20 @@ def _model_files(report: Report) -> None:
         check_model_files(report.config.model)
 
 
+def _scorers(report: Report) -> None:
+    from pipeline.checks import scoring
+
+    scoring.models(report)
+
+
 def _training(report: Report) -> None:
+    from pipeline.checks import scoring
     from pipeline.run.data import training_set
 
     if not _is_put_off(report, report.config.data.path):
-        _rows(report, "data", training_set(report.config, max_rows=MAX_ROWS))
+        dataset = training_set(report.config, max_rows=MAX_ROWS)
+        _rows(report, "data", dataset)
+        scoring.rows(report, dataset)
 
 
 def _held_out(report: Report) -> None:
@@ -245,4 +254,17 @@ def _server(report: Report) -> None:
             report.warnings.append(f"redis.url: {finding.text}; {finding.way_out}")
 
 
-_QUICK = (_engine, _unread, _keys, _store, _steps, _advice, _trackers, _model_files, _training, _held_out, _rewards)
+_QUICK = (
+    _engine,
+    _unread,
+    _keys,
+    _store,
+    _steps,
+    _advice,
+    _trackers,
+    _model_files,
+    _training,
+    _held_out,
+    _rewards,
+    _scorers,
+)

@@ -18,11 +18,10 @@ from pipeline.config import Config, JudgeSettings, ModelSettings
 from pipeline.errors import MessageError, ModelError
 from pipeline.judges import text_of
 from pipeline.messages import Outcome, Prompt, RewardResult, RolloutGroup
-from pipeline.models.files import require_weights
+from pipeline.models.files import naming, require_weights
 from pipeline.models.loading import (
     load_config,
     load_tokenizer,
-    naming,
     quiet,
     resolve_device,
     resolve_dtype,

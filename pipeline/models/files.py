@@ -6,10 +6,12 @@ torch, so that it can be asked before anything is started.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.config import ModelSettings
-from pipeline.errors import ModelError
+from pipeline.errors import ConfigError, ModelError
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
@@ -50,3 +52,12 @@ def _check_files(model: ModelSettings, patterns: tuple[str, ...], what: str) -> 
         raise ModelError(f"model.path = {model.path!r} is a file; point it to the directory of a checkpoint")
     if directory.is_absolute() or model.path.startswith((".", "~")) or model.path.count("/") > 1:
         raise ModelError(f"model.path = {model.path!r} does not exist; point it to the directory of a checkpoint")
+
+
+@contextmanager
+def naming(setting: str) -> Iterator[None]:
+    """Errors of the model inside name `setting`, where the policy's would name model.path."""
+    try:
+        yield
+    except (ModelError, ConfigError) as error:
+        raise type(error)(str(error).replace("model.path", setting).replace("model.max_context", setting)) from error

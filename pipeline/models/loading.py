@@ -213,15 +213,6 @@ def _require_somewhere(model: ModelSettings) -> None:
 
 
 @contextmanager
-def naming(setting: str) -> Iterator[None]:
-    """Errors of the model inside name `setting`, where the policy's would name model.path."""
-    try:
-        yield
-    except (ModelError, ConfigError) as error:
-        raise type(error)(str(error).replace("model.path", setting).replace("model.max_context", setting)) from error
-
-
-@contextmanager
 def quiet() -> Iterator[None]:
     """No progress bars and no advice on the console while transformers loads."""
     from transformers.utils import logging as transformers_logging

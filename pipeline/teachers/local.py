@@ -18,12 +18,12 @@ from pipeline.batching import KeptTokens
 from pipeline.config import Config, LoraSettings, ModelSettings, TeacherSettings
 from pipeline.errors import MessageError
 from pipeline.messages import Completion, Floats, RolloutGroup, TokenIds
+from pipeline.models.files import naming
 from pipeline.models.loading import (
     context_length,
     load_config,
     load_model,
     load_tokenizer,
-    naming,
     resolve_device,
     resolve_dtype,
 )
