@@ -6,6 +6,7 @@ Programs run in a sandbox (`pipeline.rewards.sandbox`); without one nothing is r
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import secrets
@@ -39,6 +40,10 @@ def python_tests(
     ends of lines. timeout_s, memory_mb: of each test. all_or_nothing: 1.0 only where all are passed, else 0.0.
     None where the row has no test. See SECURITY.md for what the sandbox keeps in, and what not.
     """
+    if not (isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf):
+        raise ValueError(f"timeout_s = {timeout_s!r}: seconds that a test may take, more than 0")
+    if not (isinstance(memory_mb, int) and memory_mb >= 16):
+        raise ValueError(f"memory_mb = {memory_mb!r}: a whole number, and Python alone takes 16")
     if problem := isolation_problem():
         raise RewardLoadError(
             f"the reward 'python_tests' runs what the model wrote, and {problem}; allow user namespaces for the scorer "
@@ -48,8 +53,10 @@ def python_tests(
 
     def passes(program: str, test: object) -> bool:
         if isinstance(test, dict):
+            if "output" not in test:
+                raise ValueError(f'a test has {sorted(map(str, test))} and no "output" to compare with')
             outcome = run(program, str(test.get("input", "")))
-            return outcome.verdict is Verdict.OK and _lines(outcome.output) == _lines(str(test.get("output", "")))
+            return outcome.verdict is Verdict.OK and _lines(outcome.output) == _lines(str(test["output"]))
         # A program that ends itself before the test, with exit code 0, does not print this.
         mark = secrets.token_hex(16)
         outcome = run(f"{program}\n{test}\nprint({mark!r})\n")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -215,3 +218,23 @@ def test_the_program_is_the_last_block_also_where_it_was_cut_off() -> None:
 def test_it_is_loaded_by_its_name() -> None:
     (reward,) = load_rewards([RewardSettings.model_validate({"function": "python_tests"})])
     assert reward.name == "python_tests"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"timeout_s": -1}, "timeout_s = -1"),
+        ({"timeout_s": math.nan}, "timeout_s = nan"),
+        ({"timeout_s": "5"}, "timeout_s = '5'"),
+        ({"memory_mb": 0}, "memory_mb = 0"),
+        ({"memory_mb": "a"}, "memory_mb = 'a'"),
+    ],
+)
+def test_limits_that_make_no_sense_are_named(wrong: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(named)):
+        python_tests([""], ["print(1)"], tests=[["assert True"]], **wrong)
+
+
+def test_a_test_without_its_output_is_no_test() -> None:
+    with pytest.raises(ValueError, match='no "output"'):
+        python_tests([""], ["print(1)"], tests=[[{"input": "1", "expected": "1"}]], timeout_s=PATIENT_S)
