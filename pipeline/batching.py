@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from pipeline.errors import MessageError
 from pipeline.messages import Completion, expert_dtype
 from pipeline.packing import Ints, Layout, Segments, pack_row, split
-from pipeline.samples import Sample, make_samples
+from pipeline.samples import BoolMask, Sample, make_samples
 
 __all__ = [
     "KeptTokens",
@@ -29,6 +29,7 @@ __all__ = [
     "Sample",
     "Segments",
     "arrange",
+    "kept_tokens",
     "make_samples",
     "pack",
     "pad",
@@ -163,7 +164,7 @@ def _of_completions(samples: Sequence[Sample], advantages: Sequence[Tensor], fac
         "advantages": _pad_advantages(samples, advantages) * mask,
         "factors": factors[:, None] * mask,
         "ages": torch.from_numpy(np.where(masks, _stack([sample.ages for sample in samples]), 0)),
-        "kept": _kept_tokens(samples),
+        "kept": kept_tokens([(sample.completion, sample.mask) for sample in samples]),
         "teacher_logprobs": _teacher_logprobs(samples),
     }
 
@@ -189,19 +190,19 @@ def _teacher_logprobs(samples: Sequence[Sample]) -> Tensor | None:
     return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True, padding_value=torch.nan)
 
 
-def _kept_tokens(samples: Sequence[Sample]) -> KeptTokens | None:
-    """Sampling masks of the M trained tokens, or None when no sample has one."""
-    if all(sample.completion.sampling_mask is None for sample in samples):
+def kept_tokens(chosen: Sequence[tuple[Completion, BoolMask]]) -> KeptTokens | None:
+    """Sampling masks of the M tokens that are chosen in completions, or None when no completion has one."""
+    if all(completion.sampling_mask is None for completion, _ in chosen):
         return None
     ids, counts = [], []
-    for sample in samples:
-        sampling_mask = sample.completion.sampling_mask
+    for completion, mask in chosen:
+        sampling_mask = completion.sampling_mask
         if sampling_mask is None:
-            counts.append(np.zeros(sample.num_tokens, dtype=np.int64))
+            counts.append(np.zeros(int(mask.sum()), dtype=np.int64))
             continue
         num_kept = sampling_mask.num_kept.astype(np.int64)  # [T]
-        ids.append(sampling_mask.kept_ids[np.repeat(sample.mask, num_kept)])
-        counts.append(num_kept[sample.mask])
+        ids.append(sampling_mask.kept_ids[np.repeat(mask, num_kept)])
+        counts.append(num_kept[mask])
     num_kept = np.concatenate(counts)  # [M]
     return KeptTokens(
         ids=torch.from_numpy(np.concatenate(ids).astype(np.int64)),

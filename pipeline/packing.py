@@ -168,14 +168,20 @@ def _num_packed(samples: Sequence[Sample], layout: Layout) -> int:
 
 
 def _split_padded(samples: Sequence[Sample], budget: int) -> Iterator[list[int]]:
-    """Longest first, so that rows of one micro-batch have about one length."""
-    order = sorted(
-        (index for index, sample in enumerate(samples) if sample.num_tokens),
-        key=lambda index: (-samples[index].length, index),
-    )
+    wanted = [index for index, sample in enumerate(samples) if sample.num_tokens]
+    for rows in padded_batches([samples[index].length for index in wanted], budget):
+        yield [wanted[row] for row in rows]
+
+
+def padded_batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
+    """Indices in batches of at most `budget` tokens, padding included, each of one row at least.
+
+    Longest first, so that rows of one batch have about one length.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     start = 0
     while start < len(order):
-        rows = max(1, budget // samples[order[start]].length)
+        rows = max(1, budget // max(1, lengths[order[start]]))
         yield order[start : start + rows]
         start += rows
 

@@ -26,7 +26,7 @@ from pipeline.models.loading import (
     resolve_device,
     resolve_dtype,
 )
-from pipeline.teachers.local import batches
+from pipeline.packing import padded_batches
 
 
 class Classifier:
@@ -96,7 +96,7 @@ class Classifier:
             )
         found: dict[int, float] = {}
         budget = self._settings.batch_tokens if self._model.config.pad_token_id is not None else 1
-        for chosen in batches([len(row) for row in rows], budget):
+        for chosen in padded_batches([len(row) for row in rows], budget):
             found |= dict(zip(chosen, self._of_batch([rows[index] for index in chosen]), strict=True))
         return [found[index] for index in range(len(rows))]
 

@@ -7,14 +7,14 @@ that could be drawn. One group is in work at a time, in a thread of its own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.batching import KeptTokens
+from pipeline.batching import kept_tokens
 from pipeline.config import Config, LoraSettings, ModelSettings, TeacherSettings
 from pipeline.errors import MessageError
 from pipeline.messages import Completion, Floats, RolloutGroup, TokenIds
@@ -27,6 +27,7 @@ from pipeline.models.loading import (
     resolve_device,
     resolve_dtype,
 )
+from pipeline.packing import padded_batches
 from pipeline.policy.logprobs import Targets, chunked_logprobs
 from pipeline.policy.output_head import OutputHead, find_output_head
 from pipeline.teachers.vocabulary import check_size, check_vocabulary
@@ -89,7 +90,9 @@ class LocalTeacher:
         self._check(rollout)
         found: dict[int, Floats] = {}
         prompt = rollout.prompt.prompt_token_ids
-        for rows in batches([len(prompt) + len(item) for item in rollout.completions], self._settings.batch_tokens):
+        for rows in padded_batches(
+            [len(prompt) + len(item) for item in rollout.completions], self._settings.batch_tokens
+        ):
             chosen = [rollout.completions[row] for row in rows]
             values = self._of_batch(prompt, chosen, rollout.prompt.sampling.temperature)
             found |= dict(zip(rows, values, strict=True))
@@ -125,10 +128,11 @@ class LocalTeacher:
         first = len(prompt) - 1  # its state predicts the first token of the completion
         places = np.concatenate([row * width + first + np.arange(length) for row, length in enumerate(lengths)])  # [M]
         states = self._head.states(self._tensor(ids), self._tensor(attention), None).flatten(0, 1)[self._tensor(places)]
+        kept = kept_tokens([(item, np.ones(len(item), dtype=bool)) for item in completions])
         targets = Targets(
             token_ids=self._tensor(np.concatenate([item.token_ids for item in completions]).astype(np.int64)),
             temperatures=torch.full((len(places),), temperature, device=self._device),
-            kept=kept_tokens(completions, self._device),
+            kept=kept.to(self._device) if kept is not None else None,
         )
         logprobs, _ = chunked_logprobs(states, targets, self._head.project, chunk_tokens=self._chunk_tokens)
         parts = np.split(logprobs.float().cpu().numpy(), np.cumsum(lengths)[:-1])
@@ -140,30 +144,3 @@ class LocalTeacher:
 
 def _ids_of(rollout: RolloutGroup) -> list[TokenIds]:
     return [item.token_ids for item in rollout.completions]
-
-
-def batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Indices, longest first, in batches of at most `budget` padded tokens, each of one row at least."""
-    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    start = 0
-    while start < len(order):
-        rows = max(1, budget // max(1, lengths[order[start]]))
-        yield order[start : start + rows]
-        start += rows
-
-
-def kept_tokens(completions: Sequence[Completion], device: torch.device) -> KeptTokens | None:
-    """Ids that could be drawn at each of the M tokens; None where all could, everywhere."""
-    if all(item.sampling_mask is None for item in completions):
-        return None
-    counts, ids = [], []
-    for item in completions:
-        mask = item.sampling_mask
-        counts.append(np.zeros(len(item), dtype=np.int64) if mask is None else mask.num_kept.astype(np.int64))
-        ids.append(np.zeros(0, dtype=np.int64) if mask is None else mask.kept_ids.astype(np.int64))
-    num_kept = np.concatenate(counts)  # [M]
-    return KeptTokens(
-        ids=torch.from_numpy(np.concatenate(ids)),
-        rows=torch.from_numpy(np.repeat(np.arange(len(num_kept)), num_kept)),
-        is_limited=torch.from_numpy(num_kept > 0),
-    ).to(device)
