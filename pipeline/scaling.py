@@ -32,10 +32,22 @@ class Scaling:
             for name in ("ask", "keep", "leave")
         }
 
-    async def ask(self, numbers: Mapping[str, int]) -> dict[str, int] | None:
-        """Ask for so many workers of each role. Returns what was asked for before; None where no `up` answers."""
-        before = await self._call("ask", [text for role, number in numbers.items() for text in (role, number)])
+    async def ask(
+        self, numbers: Mapping[str, int], *, instead_of: Mapping[str, int] | None = None
+    ) -> dict[str, int] | None:
+        """Ask for so many workers of each role. Returns what was asked for before; None where no `up` answers.
+
+        instead_of: by role, what is to be replaced; where something else is asked for by now, that stays.
+        """
+        expected = instead_of or {}
+        words = [text for role, number in numbers.items() for text in (role, number, expected.get(role, ""))]
+        before = await self._call("ask", words)
         return dict(zip(numbers, map(int, before), strict=True)) if before else None
+
+    async def is_heard(self) -> bool:
+        """Whether the `up` has taken up all that was asked for; not where it left before."""
+        asked, heard = await self._redis.hmget(self._keys.crew, ["asked", "heard"])
+        return asked is not None and asked == heard
 
     async def kept(self) -> dict[str, int]:
         """What the `up` works towards, by role; empty where none answers."""

@@ -39,6 +39,38 @@ async def test_a_number_that_falls_by_itself_gives_way_to_a_request(redis: Redis
     assert await scaling.keep("a", {GENERATOR: (2, 1)}, ttl_s=30) == {GENERATOR: 5}
 
 
+async def test_who_replaces_a_number_does_not_replace_one_that_a_person_asked_for_meanwhile(
+    redis: Redis, keys: Keys
+) -> None:
+    scaling = Scaling(redis, keys)
+    await scaling.keep("a", {GENERATOR: (2, 2)}, ttl_s=30)
+    await scaling.ask({GENERATOR: 6})
+    assert await scaling.ask({GENERATOR: 3}, instead_of={GENERATOR: 2}) == {GENERATOR: 6}
+    assert await scaling.keep("a", {GENERATOR: (2, 2)}, ttl_s=30) == {GENERATOR: 6}
+    assert await scaling.ask({GENERATOR: 5}, instead_of={GENERATOR: 6}) == {GENERATOR: 6}
+    assert await scaling.keep("a", {GENERATOR: (6, 6)}, ttl_s=30) == {GENERATOR: 5}
+
+
+async def test_a_request_is_heard_whatever_is_asked_for_after_it_and_not_by_one_that_left(
+    redis: Redis, keys: Keys
+) -> None:
+    scaling = Scaling(redis, keys)
+    await scaling.keep("a", {GENERATOR: (2, 2)}, ttl_s=30)
+    await scaling.ask({GENERATOR: 2})
+    assert not await scaling.is_heard()
+    await scaling.keep("a", {GENERATOR: (2, 2)}, ttl_s=30)
+    assert await scaling.is_heard()
+    await scaling.ask({GENERATOR: 6})
+    await scaling.ask({GENERATOR: 3}, instead_of={GENERATOR: 6})
+    assert not await scaling.is_heard()
+    await scaling.keep("a", {GENERATOR: (2, 2)}, ttl_s=30)
+    assert await scaling.is_heard(), "though 6 was never kept"
+    await scaling.ask({GENERATOR: 4})
+    await scaling.leave("a")
+    await scaling.keep("b", {GENERATOR: (1, 1)}, ttl_s=30)
+    assert not await scaling.is_heard()
+
+
 async def test_one_up_answers_until_it_leaves_or_is_silent(redis: Redis, keys: Keys) -> None:
     scaling = Scaling(redis, keys)
     await scaling.keep("a", {GENERATOR: (1, 1)}, ttl_s=30)

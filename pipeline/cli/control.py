@@ -105,7 +105,7 @@ def scale(sources: Sources, numbers: tuple[str, ...]) -> int:
                 f"no `up` of run {keys.run!r} is there to carry this out; start one with `rollstream up`, or start "
                 "workers one by one (`rollstream generator`) and let them go with `rollstream drain`"
             )
-        await _until_kept(scaling, wanted, keys.run)
+        await _until_heard(scaling, keys.run)
         return before
 
     for role, before in with_redis(sources, body).items():
@@ -138,13 +138,13 @@ def _read_numbers(words: tuple[str, ...]) -> dict[str, int]:
     return found
 
 
-async def _until_kept(scaling: Scaling, wanted: dict[str, int], run: str) -> None:
+async def _until_heard(scaling: Scaling, run: str) -> None:
     """Raises ServiceUnavailableError where the `up` does not take the request up."""
     import asyncio
 
     try:
         async with asyncio.timeout(_PATIENCE_S):
-            while not wanted.items() <= (await scaling.kept()).items():  # noqa: ASYNC110 - another process sets no event
+            while not await scaling.is_heard():  # noqa: ASYNC110 - another process sets no event
                 await asyncio.sleep(_LOOK_EVERY_S)
     except TimeoutError:
         raise ServiceUnavailableError(

@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from pipeline.config import Config
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys
-from pipeline.local.autoscale import SOURCES, IdleClock, Sample, decide, signals_of
+from pipeline.local.autoscale import SOURCES, Decision, IdleClock, Sample, decide, signals_of
 from pipeline.local.crew import TRAINER
 from pipeline.queues.accounts import Accounts
 from pipeline.roster import WorkerInfo
@@ -90,13 +90,17 @@ class Autoscaler:
         for decision in decide(signals, self._settings):
             if self._numbers() != numbers:
                 return  # they have changed, or the `up` has begun to end, while the server was asked
-            # It may be decided once more before it has been carried out.
-            if self._asked.get(decision.role) != decision.number:
-                self._say(
-                    f"autoscale: {numbers[decision.role]} -> {decision.number} {decision.role}s: {decision.reason}"
-                )
-            self._asked[decision.role] = decision.number
-            await scaling.ask({decision.role: decision.number})
+            await self._ask(scaling, decision, numbers[decision.role])
+
+    async def _ask(self, scaling: Scaling, decision: Decision, there: int) -> None:
+        """It may be decided once more before it has been carried out; what a person asks for meanwhile stays."""
+        role, number = decision.role, decision.number
+        asked = self._asked.get(role, there)
+        if await scaling.ask({role: number}, instead_of={role: asked}) != {role: asked}:
+            self._asked.pop(role, None)
+        elif number != asked:
+            self._asked[role] = number
+            self._say(f"autoscale: {there} -> {number} {role}s: {decision.reason}")
 
 
 def _number(workers: Sequence[WorkerInfo], role: str, *, ready: bool = False) -> int:

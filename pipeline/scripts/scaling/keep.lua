@@ -16,5 +16,6 @@ for i = 3, #ARGV, 3 do
   redis.call('HSET', KEYS[1], 'kept:' .. role, now)
   wanted[#wanted + 1] = asked
 end
+redis.call('HSET', KEYS[1], 'heard', redis.call('HGET', KEYS[1], 'asked') or '0')
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
 return wanted
