@@ -23,22 +23,30 @@ from pipeline.places import own_folder
 SOCKET_NAME = "server.sock"
 LOG_NAME = "server.log"
 START_TIMEOUT_S = 20.0
-STOP_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 20  # whole seconds: a shell counts them
+_KEEPER_TIMEOUT_S = 5.0
 _MAX_SOCKET_PATH = 100  # sockaddr_un holds 104 bytes on macOS and 108 on Linux
 
 # The shell in between holds the read end of a pipe whose write end only the parent has. When the
 # parent ends, in whatever way, the read returns and the server is asked to stop. PR_SET_PDEATHSIG
 # would do with less, but fires when the starting *thread* ends and exists on Linux only.
+# A server that cannot save, for want of space for instance, refuses to stop and serves on: it is killed after a
+# while. What it answered is in its append-only file, so that nothing is lost.
 _KEEPER = r"""
-folder=$1; shift
+folder=$1; seconds=$2; shift 2
 "$@" </dev/null &
 server=$!
 exec 3<&0
-{ read -r _ <&3; kill -TERM "$server" 2>/dev/null; } &
+{
+    read -r _ <&3
+    kill -TERM "$server" 2>/dev/null
+    while [ "$seconds" -gt 0 ]; do sleep 1; seconds=$((seconds - 1)); done
+    kill -KILL "$server" 2>/dev/null
+} &
 wait "$server"
 status=$?
 kill "$!" 2>/dev/null
-case $status in 0|143) [ -z "$folder" ] || rm -rf -- "$folder" ;; esac
+case $status in 0|137|143) [ -z "$folder" ] || rm -rf -- "$folder" ;; esac
 exit "$status"
 """
 
@@ -97,7 +105,7 @@ class EmbeddedServer:
         if self._keeper.stdin is not None and not self._keeper.stdin.closed:
             self._keeper.stdin.close()
         try:
-            self._keeper.wait(STOP_TIMEOUT_S)
+            self._keeper.wait(STOP_TIMEOUT_S + _KEEPER_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             # Server and keeper are a session of their own; to kill the keeper alone would leave the server behind.
             os.killpg(self._keeper.pid, signal.SIGKILL)
@@ -174,7 +182,7 @@ def _spawn(program: Path, folder: Path, path: Path, *, persist: bool, remove: Pa
     options = [word for name, value in settings.items() for word in (f"--{name}", value)]
     # A session of its own: Ctrl-C reaches the workers, which still need the server to drain.
     return subprocess.Popen(
-        ["/bin/sh", "-c", _KEEPER, "rollstream-redis", str(remove or ""), str(program), *options],
+        ["/bin/sh", "-c", _KEEPER, "rollstream-redis", str(remove or ""), str(STOP_TIMEOUT_S), str(program), *options],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -7,20 +7,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import redis
 
-from pipeline.embedded import EmbeddedServer, find_server
+from pipeline.embedded import LOG_NAME, EmbeddedServer, find_server
 from pipeline.errors import ConfigError, ServiceUnavailableError
 
 PARENT = """
 import sys
 from pathlib import Path
-from pipeline.embedded import EmbeddedServer
-server = EmbeddedServer.start()
+from pipeline import embedded
+embedded.STOP_TIMEOUT_S = 1
+folder = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+server = embedded.EmbeddedServer.start(folder, persist=folder is not None)
 print(server.url, flush=True)
 sys.stdin.read()
 """
@@ -50,19 +53,50 @@ def test_other_processes_connect_by_url_and_stopping_removes_everything() -> Non
     server.stop()
 
 
-def test_the_server_ends_when_its_parent_is_killed() -> None:
+@contextmanager
+def killed_parent(*arguments: str) -> Iterator[tuple[str, int]]:
+    """URL and process id of a server whose parent is killed at the end of the block."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     with subprocess.Popen(
-        [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        [sys.executable, "-c", PARENT, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
     ) as parent:
         assert parent.stdout is not None
         url = parent.stdout.readline().decode().strip()
         with client(url) as other:
-            pid = int(other.info("server")["process_id"])
+            yield url, int(other.info("server")["process_id"])
         parent.send_signal(signal.SIGKILL)
-    path = Path(url.removeprefix("unix://"))
+
+
+def refuse_to_stop(url: str, pid: int, folder: Path) -> None:
+    """Have the server save when it stops, and fail: it cannot write its file where a folder of that name is."""
+    with client(url) as other:
+        other.set("key", "value")
+        other.config_set("save", "3600 1")
+    (folder / f"temp-{pid}.rdb").mkdir()
+
+
+def test_the_server_ends_when_its_parent_is_killed() -> None:
+    with killed_parent() as (url, pid):
+        path = Path(url.removeprefix("unix://"))
     until(lambda: not is_alive(pid))
     until(lambda: not path.parent.exists())
+
+
+def test_a_server_that_refuses_to_stop_ends_with_its_parent_too() -> None:
+    with killed_parent() as (url, pid):
+        folder = Path(url.removeprefix("unix://")).parent
+        refuse_to_stop(url, pid, folder)
+    until(lambda: not is_alive(pid))
+    until(lambda: not folder.exists())
+
+
+def test_what_a_server_that_refuses_to_stop_had_answered_is_there_after_a_restart(tmp_path: Path) -> None:
+    with killed_parent(str(tmp_path)) as (url, pid):
+        refuse_to_stop(url, pid, tmp_path)
+    until(lambda: not is_alive(pid))
+    assert "can't exit" in (tmp_path / LOG_NAME).read_text()
+    with EmbeddedServer.start(tmp_path, persist=True) as again, client(again.url) as other:
+        assert other.get("key") == b"value"
 
 
 def is_alive(pid: int) -> bool:
@@ -72,11 +106,12 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_server_that_does_not_end_when_asked_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.embedded.STOP_TIMEOUT_S", 0.2)
+def test_a_server_whose_keeper_does_not_answer_either_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.embedded.STOP_TIMEOUT_S", 0)
+    monkeypatch.setattr("pipeline.embedded._KEEPER_TIMEOUT_S", 0.2)
     with EmbeddedServer.start() as server, client(server.url) as other:
         pid = int(other.info("server")["process_id"])
-        os.kill(pid, signal.SIGSTOP)
+        os.killpg(os.getpgid(pid), signal.SIGSTOP)
         server.stop()
     until(lambda: not is_alive(pid))
 
