@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pipeline.messages import PromptGroup
 from pipeline.prompts import PromptSource
@@ -78,22 +78,34 @@ class Feeder:
         """Groups whose effect was lost with the weights; they go before all others."""
         self._lost.extend(groups)
 
-    async def top_up(self, *, version: int, limit: int) -> int:
-        """Feed until `limit` groups are live or the data ends. Returns how many were fed."""
+    async def top_up(self, *, version: int, limit: Callable[[], int]) -> int:
+        """Feed until `limit()` groups are live or the data ends. Returns how many were fed.
+
+        The limit is asked for when the number of live groups is known: one from before a step would let groups
+        in for that step, too, whose places are free by then; at the end of a run nobody would train them.
+        """
         live = (await self._streams.ledger()).live
+        most = limit()
         if self._lost:
-            lost = self._stamp(list(self._lost)[: limit - live], version, live)
-            entries = [prompt_entry(group) for group in lost]
-            accepted = await self._streams.refeed_uncommitted(entries, limit=limit)
-            for _ in range(accepted):
-                self._lost.popleft()
-            return accepted
-        groups = self._stamp(self._take(limit - live), version, live)
+            return await self._feed_lost(version, live=live, limit=most)
+        groups = self._stamp(self._take(most - live), version, live)
         if not groups:
             return 0
         entries = [prompt_entry(group, ordinal=group.ordinal) for group in groups]
-        accepted = await self._streams.feed(entries, limit=limit)
+        accepted = await self._streams.feed(entries, limit=most)
         self._refused.extendleft(reversed(groups[accepted:]))
+        return accepted
+
+    async def put_back_lost(self, *, version: int) -> None:
+        """At the end of a run: what nobody has trained anew is not trained. It is live, for a run that goes on."""
+        live = (await self._streams.ledger()).live
+        await self._feed_lost(version, live=live, limit=live + len(self._lost))
+
+    async def _feed_lost(self, version: int, *, live: int, limit: int) -> int:
+        lost = self._stamp(list(self._lost)[: max(0, limit - live)], version, live)
+        accepted = await self._streams.refeed_uncommitted([prompt_entry(group) for group in lost], limit=limit)
+        for _ in range(accepted):
+            self._lost.popleft()
         return accepted
 
     def _stamp(self, groups: Sequence[PromptGroup], version: int, num_ahead: int) -> list[PromptGroup]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from pipeline.config import QueueSettings
+from pipeline.config import QueueSettings, RedisSettings
 from pipeline.feeder import Feeder, oldest_useful_version
 from pipeline.keys import Keys, Stream
 from pipeline.messages import PromptGroup, SamplingParams
 from pipeline.prompts import Dataset, PromptOrder, PromptSource, Row
-from pipeline.streams import DropReason, Entry, Streams
+from pipeline.settings.files import load_config
+from pipeline.streams import DropReason, Entry, Streams, connect
 from pipeline.wire import decode
 
 GROUPS_PER_STEP = 2
@@ -56,19 +59,40 @@ def test_oldest_useful_weights_keep_the_bound_when_groups_are_trained_in_order(
 
 async def test_never_more_groups_are_live_than_the_limit(streams: Streams) -> None:
     feed = feeder(streams, source(10))
-    assert await feed.top_up(version=0, limit=4) == 4
-    assert await feed.top_up(version=0, limit=4) == 0
+    assert await feed.top_up(version=0, limit=lambda: 4) == 4
+    assert await feed.top_up(version=0, limit=lambda: 4) == 0
     leases = await streams.claim(Stream.PROMPTS, 3, block_s=0.0)
     await streams.drop(leases, DropReason.STALE)
-    assert await feed.top_up(version=1, limit=4) == 3
+    assert await feed.top_up(version=1, limit=lambda: 4) == 3
     ledger = await streams.ledger()
     assert (ledger.fed, ledger.live) == (7, 4)
     assert feed.cursor == 7
 
 
+async def test_a_step_that_is_done_while_the_feeder_looks_makes_room_for_no_group_that_none_is_left_to_train(
+    streams: Streams, valkey_url: str, keys: Keys
+) -> None:
+    config = load_config(
+        [], environ={}, overrides=["trainer.max_steps=2", f"trainer.groups_per_step={GROUPS_PER_STEP}"]
+    )
+    step = 0
+    # Its connection is yet to be made, so that it looks at the ledger after the step below.
+    slow = connect(RedisSettings(), valkey_url)
+    prompts = source(10)
+    await feeder(streams, prompts).top_up(version=0, limit=lambda: 4)
+    feed = feeder(Streams(slow, keys, QueueSettings(), consumer="feeder-test-2"), prompts)
+    looking = asyncio.create_task(feed.top_up(version=0, limit=lambda: config.admission_limit_at(step)))
+    await asyncio.sleep(0)
+    step = 1
+    await streams.drop(await streams.claim(Stream.PROMPTS, GROUPS_PER_STEP, block_s=0.0), DropReason.STALE)
+    await looking
+    assert (await streams.ledger()).live == GROUPS_PER_STEP
+    await slow.aclose()
+
+
 async def test_prompts_come_in_order_and_end_with_the_data(streams: Streams) -> None:
     feed = feeder(streams, source(3, epochs=2))
-    assert await feed.top_up(version=0, limit=100) == 6
+    assert await feed.top_up(version=0, limit=lambda: 100) == 6
     assert feed.has_ended
     prompts = await claim_prompts(streams, 100)
     assert [prompt.group_id for prompt in prompts] == [f"{ordinal:08d}" for ordinal in range(6)]
@@ -76,7 +100,7 @@ async def test_prompts_come_in_order_and_end_with_the_data(streams: Streams) -> 
 
 
 async def test_prompts_further_back_in_the_queue_need_newer_weights(streams: Streams) -> None:
-    await feeder(streams, source(4)).top_up(version=5, limit=4)
+    await feeder(streams, source(4)).top_up(version=5, limit=lambda: 4)
     prompts = await claim_prompts(streams, 4)
     assert [prompt.fed_version for prompt in prompts] == [5, 5, 5, 5]
     # The first two are trained at version 5, the next two at 6: with a bound of 1 from 4 and 5 on.
@@ -85,7 +109,7 @@ async def test_prompts_further_back_in_the_queue_need_newer_weights(streams: Str
 
 async def test_groups_whose_effect_was_lost_go_before_new_ones_and_under_their_own_ids(streams: Streams) -> None:
     feed = feeder(streams, source(6))
-    await feed.top_up(version=0, limit=2)
+    await feed.top_up(version=0, limit=lambda: 2)
     leases = await streams.claim(Stream.PROMPTS, 2, block_s=0.0)
     for stream in (Stream.ROLLOUTS, Stream.SCORED):
         for lease in leases:
@@ -100,8 +124,8 @@ async def test_groups_whose_effect_was_lost_go_before_new_ones_and_under_their_o
     resumed = feeder(streams, prompts_left)
     resumed.feed_again(lost)
     assert not resumed.has_ended
-    assert await resumed.top_up(version=3, limit=3) == 2
-    assert await resumed.top_up(version=3, limit=3) == 1
+    assert await resumed.top_up(version=3, limit=lambda: 3) == 2
+    assert await resumed.top_up(version=3, limit=lambda: 3) == 1
     prompts = await claim_prompts(streams, 10)
     assert [prompt.group_id for prompt in prompts] == ["00000000", "00000001", "00000002"]
     assert [prompt.fed_version for prompt in prompts] == [3, 3, 3]
@@ -112,7 +136,7 @@ async def test_groups_whose_effect_was_lost_go_before_new_ones_and_under_their_o
 
 async def test_a_dropped_prompt_that_is_fed_again_is_a_new_group(streams: Streams) -> None:
     feed = feeder(streams, source(1))
-    await feed.top_up(version=0, limit=4)
+    await feed.top_up(version=0, limit=lambda: 4)
     (lease,) = await streams.claim(Stream.PROMPTS, 1, block_s=0.0)
     again = feed.again([decode(lease.payload, PromptGroup)], version=7)
     await streams.drop([lease], DropReason.STALE, refeed=again)

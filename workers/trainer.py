@@ -104,6 +104,8 @@ class Trainer:
                     helper.cancel()
             self._state = self._state.with_cursor(self._feeder.cursor)
             self._state = await self._recovery.save_last(self._learner, self._state, self._data.statistics)
+            if ended:
+                await self._feeder.put_back_lost(version=self._state.version)
             await self._recovery.conclude(self._state.version, ended)
             if ended:
                 await self._context.fleet.stop(ended)
@@ -230,11 +232,9 @@ class Trainer:
             if self._context.run_id != run_id:
                 run_id = self._context.run_id
                 await self._introduce_again()
-            limit = self._config.admission_limit
-            if self._config.trainer.max_steps > 0:
-                remaining = self._config.trainer.max_steps - self._state.step
-                limit = min(limit, remaining * self._config.trainer.groups_per_step)
-            await self._feeder.top_up(version=self._state.version, limit=limit)
+            await self._feeder.top_up(
+                version=self._state.version, limit=lambda: self._config.admission_limit_at(self._state.step)
+            )
             self._progress.prompts_skipped(self._data.source.num_skipped, self._data.max_prompt_tokens)
             await self._context.wait_for_any(self._slots_freed, timeout_s=_FEED_WAIT_S)
 

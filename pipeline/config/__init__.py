@@ -96,6 +96,12 @@ class Config(Section):
         """Groups that may be fed and not yet trained, dropped or dead."""
         return (self.staleness.max_staleness + 1) * self.trainer.groups_per_step
 
+    def admission_limit_at(self, step: int) -> int:
+        """The same after `step` optimiser steps: near the end no more than the steps that are left can take."""
+        if self.trainer.max_steps == 0:
+            return self.admission_limit
+        return min(self.admission_limit, (self.trainer.max_steps - step) * self.trainer.groups_per_step)
+
     @property
     def is_colocated(self) -> bool:
         """Whether generation and training take turns on one device."""

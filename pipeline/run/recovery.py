@@ -144,8 +144,15 @@ class Recovery:
 
     async def conclude(self, version: int, ended: str | None) -> None:
         """Keep the accounts on disk, for when Redis is gone. ended: why the run is over; None when it may go on."""
-        ledger = dataclasses.asdict(await self._context.streams.ledger())
-        self.remember(version, ended=ended, ledger=ledger)
+        ledger = await self._context.streams.ledger()
+        if ended and ledger.live:
+            self._context.log.warning(
+                "groups_left",
+                num_groups=ledger.live,
+                reason="they were fed, and there is no step left to train them in",
+                way_out="raise trainer.max_steps to train them; else nothing is to be done",
+            )
+        self.remember(version, ended=ended, ledger=dataclasses.asdict(ledger))
 
     def _identity(self) -> dict[str, Any]:
         return read_identity(self._context.config.run_dir)

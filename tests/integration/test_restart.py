@@ -237,6 +237,29 @@ async def test_a_trainer_that_goes_on_with_other_settings_than_its_predecessor_n
         assert run.num_steps == 4
 
 
+async def test_groups_for_which_no_step_is_left_are_live_and_said_and_trained_once_there_are_more_steps(
+    tmp_path: Path, valkey_url: str, run_name: str
+) -> None:
+    async with running(tmp_path, valkey_url, run_name, *SETTINGS) as run:
+        doomed = run.start_all()
+        await run.until(lambda: bool(run.samples) and run.samples[-1]["step"] >= 5, "the samples of step 5")
+        doomed.kill()
+        # From step 3 on there is one step to do, and what the one that was killed had fed and trained is for many.
+        successor = run.start("trainer", "trainer.max_steps=4")
+        await run.until_over()
+        ledger = await run.ledger()
+        assert (ledger.trained, ledger.uncommitted) == (16, 0)
+        assert ledger.live == ledger.fed - 16 > 0
+        (said,) = successor.events_named("groups_left")
+        assert said["num_groups"] == ledger.live
+        last = run.start_all()
+        await run.until_over()
+        assert last.events_named("groups_left") == []
+        ledger = await run.ledger()
+        assert (ledger.fed, ledger.trained, ledger.uncommitted, ledger.live) == (48, 48, 0, 0)
+        assert Counter(sample["group_id"] for sample in surviving(run)) == {f"{i:08d}": 1 for i in range(48)}
+
+
 async def test_a_trainer_that_is_drained_before_its_first_step_leaves_no_checkpoint_and_loses_nothing(
     tmp_path: Path, valkey_url: str, run_name: str
 ) -> None:
