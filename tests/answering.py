@@ -18,8 +18,8 @@ class Answering(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, behave: Behave, models: tuple[str, ...]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, behave: Behave, models: tuple[str, ...], port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
         self.behave = behave
         self.models = models
         self.requests: list[tuple[str, dict[str, Any]]] = []
@@ -71,9 +71,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def answering(behave: Behave, *, models: tuple[str, ...] = ("tiny",)) -> Iterator[Answering]:
-    """Serves until the end of the block."""
-    server = Answering(behave, models)
+def answering(behave: Behave, *, models: tuple[str, ...] = ("tiny",), port: int = 0) -> Iterator[Answering]:
+    """Serves until the end of the block. port: 0 takes a free one."""
+    server = Answering(behave, models, port)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:

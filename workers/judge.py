@@ -14,7 +14,7 @@ from pipeline.judges import Judges
 from pipeline.keys import Stream
 from pipeline.messages import Outcome, Score, ScoredGroup
 from pipeline.worker.lifecycle import WorkerContext, run_worker
-from pipeline.worker.scored import AddingWork
+from pipeline.worker.scored import AddingWork, begin
 from pipeline.worker.stage import Stage
 
 
@@ -23,7 +23,7 @@ class JudgingWork(AddingWork):
 
     def __init__(self, context: WorkerContext, judges: Judges) -> None:
         settings = context.config.scoring.judges
-        super().__init__(context, settings, hops=("judge_claimed", "judged"))
+        super().__init__(context, judges, settings, hops=("judge_claimed", "judged"))
         self._judges = judges
         self._names = {judge.title for judge in settings}
 
@@ -55,11 +55,10 @@ async def body(context: WorkerContext) -> None:
 
     with context.busy_with("loading its models"):
         judges = await asyncio.to_thread(lambda: Judges(context.config, on_call=on_call))  # which imports much
+    work = JudgingWork(context, judges)
     try:
-        with context.busy_with("loading its models"):
-            await judges.start()
-        context.set_ready(True)
-        await Stage(context, source=Stream.TO_JUDGE, work=JudgingWork(context, judges)).run()
+        if await begin(context, judges):
+            await Stage(context, source=Stream.TO_JUDGE, work=work).run(may_claim=work.may_claim)
     finally:
         await judges.close()
 

@@ -14,7 +14,7 @@ from pipeline.keys import Stream
 from pipeline.messages import Score, ScoredGroup
 from pipeline.teachers import Teachers
 from pipeline.worker.lifecycle import WorkerContext, run_worker
-from pipeline.worker.scored import AddingWork
+from pipeline.worker.scored import AddingWork, begin
 from pipeline.worker.stage import Stage
 
 
@@ -22,7 +22,8 @@ class TeachingWork(AddingWork):
     """Asks teachers about groups."""
 
     def __init__(self, context: WorkerContext, teachers: Teachers) -> None:
-        super().__init__(context, context.config.scoring.teachers, hops=("teacher_claimed", "taught"))
+        settings = context.config.scoring.teachers
+        super().__init__(context, teachers, settings, hops=("teacher_claimed", "taught"))
         self._teachers = teachers
 
     async def scores_of(self, group: ScoredGroup) -> tuple[Score, ...]:
@@ -42,11 +43,10 @@ async def body(context: WorkerContext) -> None:
         )
     with context.busy_with("loading its models"):
         teachers = await asyncio.to_thread(Teachers, context.config)  # which imports much
+    work = TeachingWork(context, teachers)
     try:
-        with context.busy_with("loading its models"):
-            await teachers.start()
-        context.set_ready(True)
-        await Stage(context, source=Stream.TO_TEACH, work=TeachingWork(context, teachers)).run()
+        if await begin(context, teachers):
+            await Stage(context, source=Stream.TO_TEACH, work=work).run(may_claim=work.may_claim)
     finally:
         await teachers.close()
 

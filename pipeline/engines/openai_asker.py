@@ -21,6 +21,7 @@ from pipeline.errors import ConfigError, EngineError, ScoringError, ServerAwayEr
 
 _MAX_ATTEMPTS = 5
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 10.0
+_LONGEST_LOOK_S = 5.0
 
 
 class NoAnswerInTimeError(ScoringError):
@@ -70,6 +71,19 @@ class Asker:
     def model(self) -> str:
         """The name under which the server has it, as far as that is known."""
         return self._name
+
+    async def away(self) -> str:
+        """Why nothing answers where the server should be; empty if something does, whatever it says."""
+        try:
+            async with asyncio.timeout(min(self._settings.timeout_s, _LONGEST_LOOK_S)):
+                await self._http.get("/v1/models")
+        except TimeoutError:
+            return f"{self._where}: it does not answer /v1/models"
+        except UnreachableError as problem:
+            return f"{self._where}: {problem}"
+        except (PassingError, EngineError, ConfigError):
+            return ""
+        return ""
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The answer. Raises ConfigError, and after the last attempt ScoringError, of a kind that says why."""

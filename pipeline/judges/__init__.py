@@ -25,6 +25,9 @@ class Judge(Protocol):
     async def start(self) -> None:
         """Load the model, or reach the server. Raises UsageError, ServiceUnavailableError."""
 
+    async def away(self) -> str:
+        """Why its server cannot be reached; empty where it can, or there is none."""
+
     async def rewards(self, rollout: RolloutGroup) -> list[RewardResult]:
         """What it says of each completion. Raises MessageError, ConfigError, ServerAwayError."""
 
@@ -48,6 +51,10 @@ class Judges:
         """All of them. Raises UsageError, ServiceUnavailableError."""
         for judge in self._judges:
             await judge.start()
+
+    async def away(self) -> str:
+        """Why servers cannot be reached; empty where all can."""
+        return "; ".join(filter(None, [await judge.away() for judge in self._judges]))
 
     async def close(self) -> None:
         """All of them. Safe to call twice."""

@@ -50,6 +50,10 @@ class ChatJudge:
         """Raises ConfigError, ServiceUnavailableError."""
         await self._asker.start()
 
+    async def away(self) -> str:
+        """See `Judge`."""
+        return await self._asker.away()
+
     async def rewards(self, rollout: RolloutGroup) -> list[RewardResult]:
         """See `Judge`."""
         prompt, columns = text_of(rollout.prompt.prompt), rollout.prompt.columns
@@ -90,8 +94,14 @@ class ChatJudge:
             return known
         if key not in self._asking:
             self._asking[key] = task = asyncio.create_task(self._ask(key, request))
-            task.add_done_callback(lambda _: self._asking.pop(key, None))
+            task.add_done_callback(lambda done: self._forget(key, done))
         return await asyncio.shield(self._asking[key])
+
+    def _forget(self, key: str, done: asyncio.Task[float]) -> None:
+        """Whoever waited for it may have gone, and asyncio complains of errors that nobody has looked at."""
+        self._asking.pop(key, None)
+        if not done.cancelled():
+            done.exception()
 
     async def _ask(self, key: str, request: dict[str, Json]) -> float:
         self.num_asked += 1

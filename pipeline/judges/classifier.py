@@ -47,6 +47,10 @@ class Classifier:
         """Raises ModelError, ConfigError."""
         await asyncio.to_thread(self._load)
 
+    async def away(self) -> str:
+        """It is here."""
+        return ""
+
     async def rewards(self, rollout: RolloutGroup) -> list[RewardResult]:
         """See `Judge`."""
         async with self._one_at_a_time:

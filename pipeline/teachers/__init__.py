@@ -23,6 +23,9 @@ class Teacher(Protocol):
     async def start(self) -> None:
         """Load the model, or reach the server. Raises UsageError, ServiceUnavailableError."""
 
+    async def away(self) -> str:
+        """Why its server cannot be reached; empty where it can, or there is none."""
+
     def logprobs(self, rollout: RolloutGroup) -> Coroutine[Any, Any, list[Floats]]:
         """Of each completion [T]; -inf where a token has no chance. Raises MessageError, ScoringError."""
 
@@ -50,6 +53,10 @@ class Teachers:
         """All of them. Raises UsageError, ServiceUnavailableError."""
         for teacher in self._teachers.values():
             await teacher.start()
+
+    async def away(self) -> str:
+        """Why servers cannot be reached; empty where all can."""
+        return "; ".join(filter(None, [await teacher.away() for teacher in self._teachers.values()]))
 
     async def close(self) -> None:
         """All of them. Safe to call twice."""

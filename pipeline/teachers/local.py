@@ -53,6 +53,10 @@ class LocalTeacher:
         """Raises ModelError, ConfigError."""
         await asyncio.to_thread(self._load)
 
+    async def away(self) -> str:
+        """It is here."""
+        return ""
+
     async def logprobs(self, rollout: RolloutGroup) -> list[Floats]:
         """See `Teacher`."""
         async with self._one_at_a_time:

@@ -34,6 +34,10 @@ class RemoteTeacher:
         await self._asker.start()
         await check_remote(self._asker, self._config.model, setting=self._setting)
 
+    async def away(self) -> str:
+        """See `Teacher`."""
+        return await self._asker.away()
+
     async def logprobs(self, rollout: RolloutGroup) -> list[Floats]:
         """See `Teacher`. One request for each completion."""
         prompt = rollout.prompt.prompt_token_ids.tolist()

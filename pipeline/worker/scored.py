@@ -10,6 +10,7 @@ import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Protocol
 
 from pipeline.config.scoring import ModelAtWork
 from pipeline.errors import ServerAwayError
@@ -21,6 +22,30 @@ from pipeline.worker.stage import HandBack
 
 # One in work, and one that has been read meanwhile.
 _LOCAL_GROUPS = 2
+_LOOK_EVERY_S = 1.0
+
+
+class Models(Protocol):
+    """Teachers, or judges."""
+
+    async def start(self) -> None:
+        """Load them, or reach their servers. Raises UsageError, ServiceUnavailableError."""
+
+    async def away(self) -> str:
+        """Why servers cannot be reached; empty where all can."""
+
+    async def close(self) -> None:
+        """Let everything go. Safe to call twice."""
+
+
+async def until_servers_answer(context: WorkerContext, models: Models) -> None:
+    """Returns when all do, or the worker drains; says meanwhile which does not."""
+    while not context.draining.is_set():
+        if not (away := await models.away()):
+            break
+        context.waiting_for(f"a server ({away}): start it, or this {context.role} anew with another url")
+        await context.wait_for_any(timeout_s=_LOOK_EVERY_S)
+    context.waiting_for(None)
 
 
 def entry_of(lease: Lease, group: ScoredGroup) -> Entry:
@@ -34,14 +59,29 @@ def entry_of(lease: Lease, group: ScoredGroup) -> Entry:
     )
 
 
-class AddingWork(ABC):
-    """Asks models about groups. models: all that are asked. hops: what the times of claim and end are called."""
+async def begin(context: WorkerContext, models: Models) -> bool:
+    """Start them once their servers are there; False when the worker drains before. Raises as `start`."""
+    await until_servers_answer(context, models)
+    if context.draining.is_set():
+        return False
+    with context.busy_with("loading its models"):
+        await models.start()
+    context.set_ready(True)
+    return True
 
-    def __init__(self, context: WorkerContext, models: Sequence[ModelAtWork], *, hops: tuple[str, str]) -> None:
+
+class AddingWork(ABC):
+    """Asks models about groups. settings: of all that are asked. hops: what the times of claim and end are called."""
+
+    def __init__(
+        self, context: WorkerContext, models: Models, settings: Sequence[ModelAtWork], *, hops: tuple[str, str]
+    ) -> None:
         self.context = context
+        self._models = models
         self._hops = hops
         self._num_in_work = 0
-        remote = [model.max_concurrency for model in models if model.url]
+        self._was_away = False
+        remote = [model.max_concurrency for model in settings if model.url]
         group_size = context.config.generation.group_size
         self._max_in_work = max([_LOCAL_GROUPS, *(number // group_size + 1 for number in remote)])
 
@@ -53,6 +93,12 @@ class AddingWork(ABC):
         """Groups that can be taken on now."""
         return self._max_in_work - self._num_in_work
 
+    async def may_claim(self) -> None:
+        """Returns when every server answers: while one is away groups are left where they are."""
+        if self._was_away:
+            self._was_away = False
+            await until_servers_answer(self.context, self._models)
+
     async def process(self, lease: Lease) -> Entry:
         """The group with more scores. Raises MessageError, HandBack while a server is away, and as `scores_of`."""
         context, claimed = self.context, time.time()
@@ -61,6 +107,7 @@ class AddingWork(ABC):
             group = decode(lease.payload, ScoredGroup, max_bytes=context.config.queues.max_payload_bytes)
             scores = await self.scores_of(group)
         except ServerAwayError as error:
+            self._was_away = True
             raise HandBack(str(error)) from error  # which is no attempt: however long the server is away
         finally:
             self._num_in_work -= 1

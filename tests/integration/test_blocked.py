@@ -16,7 +16,10 @@ from pipeline.keys import Keys
 from pipeline.run import limits
 from pipeline.run.limits import Limit
 from pipeline.run.status import collect
+from tests.answering import answering
+from tests.deploy.servers import free_port
 from tests.integration.harness import SCRIPTED, Run, running
+from tests.integration.test_stages import by_length, half
 
 ENDLESS = (*SCRIPTED, "trainer.max_steps=1000000", "trainer.scripted_step_s=0.05")
 HANGS = "scoring.rewards=[{function='tests.integration.rewards:hangs_at_times',timeout_s=600}]"
@@ -28,15 +31,15 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "_STALLED_AFTER_S", 3.0)
 
 
-async def blocked(run: Run, stage: str) -> Limit:
-    """What is said once the run is blocked by that stage, while all other workers are there."""
+async def blocked(run: Run, stage: str, why: str = "") -> Limit:
+    """What is said once the run is blocked by that stage, for such a reason, while all other workers are there."""
     seen: list[Limit] = []
 
     async def is_blocked() -> bool:
         seen.append((await collect(run.redis, Keys(run.config.run.name))).limit)
-        return seen[-1].is_blocked and seen[-1].stage == stage
+        return seen[-1].is_blocked and seen[-1].stage == stage and why in seen[-1].reason
 
-    await run.until(is_blocked, f"a run that is blocked by: {stage}")
+    await run.until(is_blocked, f"a run that is blocked by: {stage} {why}")
     return seen[-1]
 
 
@@ -80,3 +83,33 @@ async def test_weights_that_do_not_arrive_are_named(tmp_path: Path, valkey_url: 
         await run.until_steps(run.num_steps + 2)
         await run.fleet.stop("the test is over")
         await run.until_over()
+
+
+async def test_a_server_of_models_that_is_away_is_named_and_groups_wait_for_it(
+    tmp_path: Path, valkey_url: str, run_name: str
+) -> None:
+    """At the start, and when it goes in the middle of a run."""
+    ports = {"teacher": free_port(), "judge": free_port()}
+    models = [f"scoring.{role}s=[{{model='tiny',url='http://127.0.0.1:{port}'}}]" for role, port in ports.items()]
+    async with running(tmp_path, valkey_url, run_name, *ENDLESS, *models, "algorithm.distillation_coef=0.5") as run:
+        for role in ports:
+            run.start(role)
+        run.start_all()
+
+        async def is_named(role: str) -> None:
+            await blocked(run, role, f"the {role} waits for a server (scoring.{role}s[0].url = ")
+
+        await is_named("teacher")
+        with answering(half, port=ports["teacher"]):
+            await is_named("judge")
+            with answering(by_length, port=ports["judge"]):
+                await run.until_steps(2)
+            await is_named("judge")
+        with answering(by_length, port=ports["judge"]):
+            await is_named("teacher")
+            with answering(half, port=ports["teacher"]):
+                await run.until_steps(run.num_steps + 2)
+                await run.fleet.stop("the test is over")
+                await run.until_over()
+        assert ((await run.ledger()).dead, (await run.ledger()).num_dropped) == (0, 0)
+        assert not [worker.tail for worker in run.workers if "Traceback" in worker.output]
