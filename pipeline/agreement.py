@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-_REWARDS = "scoring.rewards"
+_REWARDS, _MODELS = "scoring.rewards", ("scoring.teachers", "scoring.judges")
 
 
 def differences(here: Mapping[str, str], there: Mapping[str, str], place: str) -> str:
@@ -24,11 +24,21 @@ def differences(here: Mapping[str, str], there: Mapping[str, str], place: str) -
 def _readable(key: str, value: str | None) -> str:
     if value is None:
         return "nothing"
-    if key != _REWARDS:
-        return value
-    return ", ".join(_reward(*reward) for reward in json.loads(value)) or "none"
+    if key in _MODELS:
+        return ", ".join(_model(*model) for model in json.loads(value)) or "none"
+    if key == _REWARDS:
+        return ", ".join(_reward(*reward) for reward in json.loads(value)) or "none"
+    return value
 
 
 def _reward(function: str, weight: float, kwargs: Mapping[str, object]) -> str:
     settings = ", ".join(f"{name}={json.dumps(value)}" for name, value in kwargs.items())
-    return (f"{weight:g} x " if weight != 1 else "") + function + (f"({settings})" if settings else "")
+    return _weighted(weight, function) + (f"({settings})" if settings else "")
+
+
+def _model(title: str, model: str, weight: float) -> str:
+    return _weighted(weight, title) + (f" ({model})" if model not in {"", title} else "")
+
+
+def _weighted(weight: float, what: str) -> str:
+    return f"{weight:g} x {what}" if weight != 1 else what

@@ -283,7 +283,8 @@ def test_any_text_survives_as_toml(text: str) -> None:
 def test_the_fingerprint_holds_what_workers_must_agree_on() -> None:
     base = fingerprint(load_config([], environ={}))
     agreed = ["lora.rank=8", "model.path=x", "algorithm.clip_low=0.1", "staleness.max_staleness=3", "data.path=x"]
-    for override in [*agreed, "scoring.rewards=[{function='a:b'}]", "generation.top_p=0.9"]:
+    scoring = ["scoring.rewards=[{function='a:b'}]", "scoring.judges=[{model='m'}]"]
+    for override in [*agreed, *scoring, "generation.top_p=0.9"]:
         changed = fingerprint(load_config([], environ={}, overrides=[override]))
         assert {key for key in base if base[key] != changed[key]} == {override.split("=")[0]}
 

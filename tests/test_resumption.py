@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,13 @@ def config_of(tmp_path: Path, *overrides: str) -> Config:
     return load_config([], environ={}, overrides=[*words, *overrides])
 
 
-def leave(config: Config, *, step: int, cursor: int = 40, ended: str | None = "it has ended") -> None:
-    """What a run of these settings has left at its end."""
+def leave(
+    config: Config, *, step: int, cursor: int = 40, ended: str | None = "it has ended", without: str = ""
+) -> None:
+    """What a run of these settings has left at its end. without: a setting that it did not know."""
     learner = ScriptedLearner(config.trainer, config.staleness)
-    state = {"step": step, "version": step, "cursor": cursor, "committed": [], "settings": dict(fingerprint(config))}
+    settings = {name: value for name, value in fingerprint(config).items() if name != without}
+    state = {"step": step, "version": step, "cursor": cursor, "committed": [], "settings": settings}
     run_checkpoints(config).save(step, learner=learner, state=state)
     (config.run_dir / "run.json").write_text(json.dumps({"run": "there", "run_id": "abc", "ended": ended}))
 
@@ -50,6 +54,28 @@ def test_a_checkpoint_of_other_settings_is_refused_with_every_way_out(tmp_path: 
     assert f"`rollstream reset --run there --with-records`, which moves {tmp_path / 'there'} aside" in said
     assert 'checkpoint.resume = "never"' in said
     assert checkpoint_to_go_on_from(config_of(tmp_path, "lora.rank=4", "checkpoint.resume=never")) is None
+
+
+def test_teachers_and_judges_stay_those_of_the_run_under_any_address(tmp_path: Path) -> None:
+    teacher, column = "{name='big',model='models/b',url='http://%s'}", "scoring.teacher_column=by"
+    judge = "scoring.judges=[{model='fair',weight=0.5}]"
+    leave(config_of(tmp_path, f"scoring.teachers=[{teacher % 'a'}]", column, judge), step=3)
+    assert checkpoint_to_go_on_from(config_of(tmp_path, f"scoring.teachers=[{teacher % 'b'}]", column, judge))
+    other = "scoring.teachers=[{model='b'}]"
+    for settings, said in {
+        (judge,): 'scoring.teacher_column = "" here, "by" there; scoring.teachers = none here, big (b) there',
+        (other, column): "scoring.teachers = b here, big (b) there; scoring.judges = none here, 0.5 x fair there",
+    }.items():
+        with pytest.raises(RunConflictError, match=re.escape(said)):
+            checkpoint_to_go_on_from(config_of(tmp_path, *settings))
+
+
+def test_a_checkpoint_from_before_a_setting_was_there_is_gone_on_from_where_that_is_not_used(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    leave(config, step=3, without="scoring.teachers")
+    assert checkpoint_to_go_on_from(config) is not None
+    with pytest.raises(RunConflictError, match=r"scoring.teachers = m here, none there"):
+        checkpoint_to_go_on_from(config_of(tmp_path, "scoring.teachers=[{model='m'}]"))
 
 
 def test_a_checkpoint_of_another_run_is_refused_without_touching_this_one(tmp_path: Path) -> None:

@@ -42,9 +42,12 @@ def checkpoint_to_go_on_from(config: Config) -> Checkpoint | None:
     if found is None:
         return None
     ours = fingerprint(config)
-    if differing := differences(ours, found.state.get("settings", ours), "there"):
+    # One that an older version wrote says nothing of settings that came later: they are as if they were not there.
+    theirs = {**fingerprint(Config()), **found.state.get("settings", ours)}
+    if differing := differences(ours, theirs, "there"):
         raise RunConflictError(
-            f"{found.path} was written with other settings: {differing}. Make them equal, choose another run.name, "
+            f"{found.path} was written with other settings: {differing}. Make them equal, choose another run.name "
+            "(`rollstream checkpoints export` writes a model to begin it with: model.path), "
             f"{_other_beginning(config, found)}"
         )
     return found

@@ -43,6 +43,7 @@ _AGREED = (
     "generation.replay_routing",
     "staleness.",
     "algorithm.",
+    "scoring.teacher_column",
 )
 
 _PATHS = ("model.path", "model.chat_template", "data.path", "data.eval_path")

@@ -102,6 +102,7 @@ async def test_rows_choose_their_teacher_and_need_no_reward_beside_it(
             "data.epochs=2",
             "trainer.groups_per_step=2",
             "trainer.max_steps=2",
+            "staleness.max_staleness=0",
         )
         async with running(tmp_path, valkey_url, run_name, *SCRIPTED, *more) as run:
             run.start("teacher")
