@@ -256,7 +256,7 @@ class Fleet:
         if not await self.renew_trainer(worker_id, ttl_s):
             raise TrainerReplacedError(
                 f"another trainer ({(await self.facts()).trainer or 'gone since'}) took the run over, because this "
-                f"one was silent for longer than queues.lease_s = {ttl_s:g}"
+                f"one was silent for longer than {ttl_s:g} s (some worker.heartbeat_s, at most queues.lease_s)"
             )
 
     async def release_trainer(self, worker_id: str) -> bool:

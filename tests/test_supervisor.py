@@ -22,14 +22,15 @@ DRAINS = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: (print('drained', flush=True), sys.exit(0)))
 print('ready', flush=True)
-time.sleep(600)
+while True:
+    time.sleep(0.1)  # a signal that comes just before a sleep is heard after it
 """
 DEAF = """
 import signal, time
 signal.signal(signal.SIGTERM, lambda *_: print('not listening', flush=True))
 print('ready', flush=True)
 while True:
-    time.sleep(600)
+    time.sleep(0.1)
 """
 
 

@@ -51,7 +51,9 @@ async def test_a_paused_run_keeps_all_groups_and_goes_on_where_it_was(
 async def test_drained_workers_hand_back_what_they_hold_and_others_go_on(
     tmp_path: Path, valkey_url: str, run_name: str
 ) -> None:
-    async with running(tmp_path, valkey_url, run_name, *ENDLESS) as run:
+    # A busy machine keeps a trainer silent for a second, and the one that waits is not to take over.
+    settings = (*ENDLESS, "worker.heartbeat_s=1.5", "queues.lease_s=10")
+    async with running(tmp_path, valkey_url, run_name, *settings) as run:
         trainer = run.start_all(generators=2, scorers=2)
         one, other, scorer, other_scorer = run.workers[:4]
         (info,) = await run.until_ready(scorer)
