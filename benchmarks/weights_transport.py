@@ -31,7 +31,7 @@ def measure(scale: Scale) -> dict[str, object]:
     return {
         **_against_bare_socket(model, scale.rounds),
         **_eight_local(model, scale.rounds),
-        **{f"egress_payloads_8_{kind}": _egress(model, kind) for kind in ("snapshot", "delta")},
+        **_egress(model),
     }
 
 
@@ -128,19 +128,20 @@ def _spread_s(answers: Sequence[Mapping[str, float]]) -> float:
     return max(answer["at"] for answer in answers) - min(answer["at"] for answer in answers)
 
 
-def _egress(model: Model, kind: str) -> float:
-    """What the trainer sends for eight relayed receivers, over what one of them needs."""
-    settings = WeightSettings.model_validate({"encoding": kind, "relay": True})
+def _egress(model: Model) -> Mapping[str, float]:
+    """What the trainer sends for eight relayed receivers, over what one of them needs: for a snapshot, then a delta."""
+    settings = WeightSettings(encoding="delta", relay=True)
+    found = {}
     with ExitStack() as stack:
         trainer = stack.enter_context(Trainer(model, settings))
         receivers = [stack.enter_context(Receiver(settings, trainer.endpoints)) for _ in range(_NUM_RELAYED)]
         tree = [(f"machine-{number}", receiver.relay) for number, receiver in enumerate(receivers)]
         for (name, _), receiver in zip(tree, receivers, strict=True):
             receiver.ask("tree", relays=tree, name=name)
-        update(trainer, receivers)
-        _, before = update(trainer, receivers)
-        sent = trainer.sent_bytes()
-        _, after = update(trainer, receivers)
-        payload = int(after[-1]["num_received_bytes"]) - int(before[-1]["num_received_bytes"])
-        sent = trainer.sent_bytes() - sent
-    return round(sent / payload, 3)
+        sent_before = received_before = 0
+        for kind in ("snapshot", "delta"):
+            _, answers = update(trainer, receivers)
+            sent, received = trainer.sent_bytes(), int(answers[-1]["num_received_bytes"])
+            found[f"egress_payloads_8_{kind}"] = round((sent - sent_before) / (received - received_before), 3)
+            sent_before, received_before = sent, received
+    return found

@@ -143,34 +143,21 @@ async def test_two_ups_do_not_fight_and_a_signal_leaves_no_process_and_no_lease(
     assert second.process.poll() is None, "the other run goes on"
 
 
-async def test_nothing_survives_an_up_that_was_killed(up: Callable[..., Up]) -> None:
+async def test_a_second_up_of_a_run_is_refused_and_nothing_survives_the_first_when_it_is_killed(
+    up: Callable[..., Up],
+) -> None:
     one = up("a")
     one.until_it_trains()
     family = one.family()
     assert len(family) >= 6
+    other = up("a")
+    assert other.process.wait(DEADLINE_S) == 2
+    assert "another `up` of this run is at work" in other.log.read_text()
     one.process.kill()
     until(lambda: not any(map(runs, family)), "all processes to end")
     ledger, _ = await accounts(one.run_dir)
     assert ledger.balances
     assert ledger.trained >= 8
-
-
-def test_a_second_up_of_the_same_run_is_refused(up: Callable[..., Up]) -> None:
-    one = up("a")
-    until((one.run_dir / "up.lock").exists, "the first to begin")
-    until((one.run_dir / "server.json").exists, "the server")
-    other = up("a")
-    assert other.process.wait(DEADLINE_S) == 2
-    assert "another `up` of this run is at work" in other.log.read_text()
-
-
-def test_a_mistake_that_only_a_worker_can_see_ends_up_with_code_2(up: Callable[..., Up]) -> None:
-    useless = "{function='tests.rewards.samples:returns_what_is_asked',kwargs={what=['nothing']}}"
-    one = up("a", "--set", f"scoring.rewards=[{useless}]")
-    assert one.process.wait(DEADLINE_S) == 2, one.log.read_text()
-    last = one.log.read_text().splitlines()[-1]
-    assert last.startswith("error: ")
-    assert "returned NoneType" in last
 
 
 @pytest.mark.parametrize(
@@ -220,8 +207,8 @@ def test_a_trainer_that_always_crashes_ends_the_run_with_its_error_and_leaves_on
     run_dir = tmp_path / "a" / "runs" / "default"
     (run_dir / "checkpoints").mkdir(parents=True)
     (run_dir / "checkpoints" / ".writing-step_000001").write_text("a file, where a folder is to be cleared away")
+    (tmp_path / "a" / "held-out.jsonl").write_text('{"prompt": "first"}\n')
     one = up("a", "--no-exporter", "--set", "trainer.max_steps=3", "--set", "data.eval_path='held-out.jsonl'")
-    (one.directory / "held-out.jsonl").write_text('{"prompt": "first"}\n')
     assert one.process.wait(DEADLINE_S) == 1, one.log.read_text()
     last = one.log.read_text().splitlines()[-1]
     assert last.startswith("error: trainer crashed 3 times: the checkpoint of step 3 cannot be written"), last
@@ -276,9 +263,19 @@ def test_an_autoscaled_run_gets_generators_while_the_trainer_starves_and_gives_b
     assert one.process.wait(DEADLINE_S) == 0, one.log.read_text()
 
 
-def test_an_up_that_is_done_sums_up_and_does_not_look_like_one_that_was_ended(up: Callable[..., Up]) -> None:
-    one = up("a", "--no-exporter", "--set", "trainer.max_steps=3", "--set", "data.eval_path='held-out.jsonl'")
-    (one.directory / "held-out.jsonl").write_text('{"prompt": "first"}\n')
+def contents(directory: Path) -> dict[str, tuple[int, int]]:
+    """Every file below a directory: when it was changed, and its size."""
+    stats = {path: path.stat() for path in directory.rglob("*")}
+    return {str(path): (stat.st_mtime_ns, stat.st_size) for path, stat in stats.items()}
+
+
+def test_an_up_sums_up_its_run_touches_nothing_once_that_is_over_and_goes_on_when_there_are_more_steps(
+    up: Callable[..., Up], tmp_path: Path
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "held-out.jsonl").write_text('{"prompt": "first"}\n')
+    words = ("--no-exporter", "--set", "data.eval_path='held-out.jsonl'", "--set", "weights.poll_s=30.0")
+    one = up("a", *words, "--set", "trainer.max_steps=3")
     assert one.process.wait(DEADLINE_S) == 0, one.log.read_text()
     said = [line.partition("| ")[2] for line in one.log.read_text().splitlines() if line.startswith("rollstream")]
     assert not any("draining" in line for line in said)
@@ -289,40 +286,32 @@ def test_an_up_that_is_done_sums_up_and_does_not_look_like_one_that_was_ended(up
     assert checkpoint == "checkpoint: runs/default/checkpoints/step_000003"
     assert records == "records: runs/default"
 
-
-def test_an_up_that_goes_on_finds_its_new_trainer_at_once(up: Callable[..., Up]) -> None:
-    for num_steps in (2, 4):
-        one = up("a", "--no-exporter", "--set", f"trainer.max_steps={num_steps}", "--set", "weights.poll_s=30.0")
-        assert one.process.wait(DEADLINE_S) == 0, one.log.read_text()
-    said = one.log.read_text()
-    assert " resumed step=2 " in said
-    assert "weight_publisher_silent" not in said
-    assert [row["step"] for row in read_metrics(one.run_dir)] == [1, 2, 3, 4]
-
-
-def contents(directory: Path) -> dict[str, tuple[int, int]]:
-    """Every file below a directory: when it was changed, and its size."""
-    stats = {path: path.stat() for path in directory.rglob("*")}
-    return {str(path): (stat.st_mtime_ns, stat.st_size) for path, stat in stats.items()}
-
-
-def test_an_up_of_a_run_that_is_over_says_so_and_touches_nothing(up: Callable[..., Up]) -> None:
-    one = up("a", "--no-exporter", "--set", "trainer.max_steps=2")
-    assert one.process.wait(DEADLINE_S) == 0, one.log.read_text()
     before = contents(one.run_dir)
-    again = up("a", "--no-exporter", "--set", "trainer.max_steps=2")
+    again = up("a", *words, "--set", "trainer.max_steps=3")
     assert again.process.wait(DEADLINE_S) == 0
     assert again.log.read_text() == (
-        "run 'default' is already over: all 2 steps are done; raise trainer.max_steps to go on, or choose another "
+        "run 'default' is already over: all 3 steps are done; raise trainer.max_steps to go on, or choose another "
         "run.name\n"
     )
     assert contents(one.run_dir) == before
 
+    # Its generator finds the new trainer's weights at once, not when it looks for them next.
+    more = up("a", *words, "--set", "trainer.max_steps=5")
+    assert more.process.wait(DEADLINE_S) == 0, more.log.read_text()
+    assert " resumed step=3 " in more.log.read_text()
+    assert "weight_publisher_silent" not in more.log.read_text()
+    assert [row["step"] for row in read_metrics(one.run_dir) if "groups" in row] == [1, 2, 3, 4, 5]
 
-def test_a_reward_that_was_mended_can_be_used_after_the_reset_that_the_refusal_names(up: Callable[..., Up]) -> None:
+
+def test_a_mistake_that_only_a_worker_can_see_ends_up_with_code_2_and_is_mended_after_the_reset_that_is_named(
+    up: Callable[..., Up],
+) -> None:
     useless = "{function='tests.rewards.samples:returns_what_is_asked',kwargs={what=['nothing']}}"
     one = up("a", "--no-exporter", "--set", f"scoring.rewards=[{useless}]")
     assert one.process.wait(DEADLINE_S) == 2, one.log.read_text()
+    last = one.log.read_text().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert "returned NoneType" in last
     assert not list(one.run_dir.glob("checkpoints/step_*")), "nothing was trained"
     mended = ("--no-exporter", "--set", "trainer.max_steps=2")
     refused = up("a", *mended)
