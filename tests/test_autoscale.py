@@ -15,8 +15,8 @@ from pipeline.errors import ConfigError
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys
 from pipeline.local.autoscale import IdleClock, Sample, Signals, Stage, decide, signals_of
-from pipeline.local.autoscaler import Autoscaler
-from pipeline.scaling import GENERATOR, SCORER, Scaling
+from pipeline.local.autoscaler import Autoscaler, slots_of
+from pipeline.scaling import GENERATOR, JUDGE, SCORER, Scaling
 from pipeline.settings.files import load_config
 from pipeline.streams import Streams
 
@@ -125,6 +125,19 @@ def test_where_generators_would_only_wait_for_each_other_more_are_refused(settin
     with pytest.raises(ConfigError, match=r"autoscale.max_generators = 4.*set it to 1"):
         load_config([], environ={}, overrides=["autoscale.enabled=true", setting])
     load_config([], environ={}, overrides=["autoscale.enabled=true", "autoscale.max_generators=1", setting])
+
+
+def test_a_judge_behind_a_server_has_as_many_groups_in_work_as_its_requests_and_one_in_the_process_has_one() -> None:
+    def of(*judges: str) -> float:
+        overrides = ["generation.group_size=4", f"scoring.judges=[{','.join(judges)}]"]
+        return slots_of(load_config([], environ={}, overrides=overrides))[JUDGE]
+
+    here, fast, slow = (
+        "{model='m'}",
+        "{name='a',url='http://a',max_concurrency=16}",
+        "{url='http://b',max_concurrency=2}",
+    )
+    assert (of(fast), of(slow, fast), of(here), of(fast, here)) == (4.0, 1.0, 1.0, 1.0)
 
 
 async def test_who_left_a_run_that_is_over_or_paused_is_not_replaced(redis: Redis, keys: Keys) -> None:

@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from pipeline.config import Config
+from pipeline.config.scoring import ModelAtWork
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys
 from pipeline.local.autoscale import SOURCES, Decision, IdleClock, Sample, decide, signals_of
@@ -35,12 +36,7 @@ class Autoscaler:
 
     def __init__(self, config: Config, numbers: Callable[[], dict[str, int]], say: Callable[[str], None]) -> None:
         self._settings = config.autoscale
-        self._slots = {
-            GENERATOR: max(1.0, config.generation.max_num_seqs / config.generation.group_size),
-            SCORER: float(config.scoring.num_processes),
-            TEACHER: 1.0,
-            JUDGE: 1.0,
-        }
+        self._slots = slots_of(config)
         self._numbers = numbers
         self._say = say
         self._samples: deque[Sample] = deque()
@@ -101,6 +97,24 @@ class Autoscaler:
         elif number != asked:
             self._asked[role] = number
             self._say(f"autoscale: {there} -> {number} {role}s: {decision.reason}")
+
+
+def slots_of(config: Config) -> dict[str, float]:
+    """Groups that one worker has in work together when it is busy, by role."""
+    group_size, scoring = config.generation.group_size, config.scoring
+    return {
+        GENERATOR: max(1.0, config.generation.max_num_seqs / group_size),
+        SCORER: float(scoring.num_processes),
+        TEACHER: _at_once(scoring.teachers, group_size),
+        JUDGE: _at_once(scoring.judges, group_size),
+    }
+
+
+def _at_once(models: Sequence[ModelAtWork], group_size: int) -> float:
+    """Groups that a worker has its models look at together; all of them see every group."""
+    if not all(model.url for model in models):
+        return 1.0  # one in the process takes one group after another
+    return max(1.0, min((model.max_concurrency for model in models), default=1) / group_size)
 
 
 def _number(workers: Sequence[WorkerInfo], role: str, *, ready: bool = False) -> int:

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.keys import Stream
-from tests.answering import Answering, answering, says
+from tests.answering import answering, says
 from tests.integration.harness import DEADLINE_S, SCRIPTED, running
+from tests.integration.processes import Worker
 
 
 def by_length(path: str, body: dict[str, Any], number: int) -> tuple[int, Any]:
     """A score that depends on the question alone."""
     return says(json.dumps({"score": len(body["messages"][0]["content"]) % 11}))
-
-
-@pytest.fixture(scope="module")
-def judge() -> Iterator[Answering]:
-    with answering(by_length) as server:
-        yield server
 
 
 def half(path: str, body: dict[str, Any], number: int) -> tuple[int, Any]:
@@ -34,19 +28,23 @@ def half(path: str, body: dict[str, Any], number: int) -> tuple[int, Any]:
     return 200, {"choices": [{"prompt_logprobs": logprobs}]}
 
 
-async def test_a_group_passes_rules_teacher_and_judge_also_when_a_teacher_is_killed(
-    tmp_path: Path, valkey_url: str, run_name: str, judge: Answering
+async def test_a_group_passes_rules_teacher_and_judge_also_when_a_teacher_is_killed_and_a_judge_drained(
+    tmp_path: Path, valkey_url: str, run_name: str
 ) -> None:
     held_out = tmp_path / "held-out.jsonl"
     held_out.write_text('{"prompt": "first"}\n{"prompt": "second"}\n')
-    gate = threading.Event()
+    gate, second_gate = threading.Event(), threading.Event()
 
     def behind_the_gate(path: str, body: dict[str, Any], number: int) -> tuple[int, Any]:
         if path == "/v1/completions":
             gate.wait(DEADLINE_S)
         return half(path, body, number)
 
-    with answering(behind_the_gate) as teacher:
+    def behind_the_second(path: str, body: dict[str, Any], number: int) -> tuple[int, Any]:
+        second_gate.wait(DEADLINE_S)
+        return by_length(path, body, number)
+
+    with answering(behind_the_gate) as teacher, answering(behind_the_second) as judge:
         more = (
             f"scoring.teachers=[{{name='big', model='tiny', url='{teacher.url}'}}]",
             f"scoring.judges=[{{name='fair', model='tiny', url='{judge.url}', weight=2.0}}]",
@@ -56,20 +54,28 @@ async def test_a_group_passes_rules_teacher_and_judge_also_when_a_teacher_is_kil
             "evaluation.at_end=false",
         )
         async with running(tmp_path, valkey_url, run_name, *SCRIPTED, *more) as run:
-            doomed = run.start("teacher")
-            run.start("judge")
+            doomed, leaving = run.start("teacher"), run.start("judge")
             run.start_all()
-            (info,) = await run.until_ready(doomed)
 
-            async def holds_some() -> bool:
-                return await run.num_held(info.worker_id) > 0
+            async def until_it_holds_some(worker: Worker) -> None:
+                (info,) = await run.until_ready(worker)
 
-            await run.until(holds_some, "a teacher that holds groups")
+                async def holds_some() -> bool:
+                    return await run.num_held(info.worker_id) > 0
+
+                await run.until(holds_some, f"a {worker.role} that holds groups")
+
+            await until_it_holds_some(doomed)
             doomed.kill()
             assert list(json.loads((await run.command("status", "--json")).out)["streams"]) == list(Stream)
             run.start("teacher")
             gate.set()
+            await until_it_holds_some(leaving)
+            assert (await run.command("drain", "judge")).code == 0
+            run.start("judge")
+            second_gate.set()
             await run.until_over()
+            assert leaving.events_named("left")[0]["groups_handed_back"] == 0, "it has finished what it held"
             ledger = await run.ledger()
             assert (ledger.trained, ledger.fed, ledger.dead, ledger.eval_done) == (16, 16, 0, 2)
             assert await run.num_in_streams() == 0
