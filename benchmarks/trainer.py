@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _GROUP_SIZE = 8
 _SHORT_SHARE = 16  # a short completion of the mix has so many times fewer tokens than a long one
 _STEP_ROWS = 4  # sequences in a step that is held against plain transformers
+_STEP_CHUNKS = 4  # of logits, where it does not have them all at once
 _NUM_IDS = 256  # token ids are below
 
 # Ids for each unit of width: where the whole step is measured the output layer is a fifth of the model, as in one
@@ -93,7 +94,9 @@ def _against_plain(size: Size) -> dict[str, object]:
 
     group_lengths = [size.length - 1] * _STEP_ROWS
     groups = [_group(0, 1, group_lengths)]
-    learner = _learner(_model(size.hidden, size.layers, _STEP_VOCABULARY), "shared")
+    model = _model(size.hidden, size.layers, _STEP_VOCABULARY)
+    num_tokens = _STEP_ROWS * size.length
+    learner, in_chunks = _learner(model, "shared"), _learner(model, "shared", num_tokens // _STEP_CHUNKS)
     plain = _model(size.hidden, size.layers, _STEP_VOCABULARY)
     rows = [
         np.concatenate([groups[0].rollout.prompt.prompt_token_ids, item.token_ids])
@@ -114,12 +117,15 @@ def _against_plain(size: Size) -> dict[str, object]:
     def ours() -> None:
         _accumulate(learner, groups)
 
+    def ours_in_chunks() -> None:
+        _accumulate(in_chunks, groups)
+
     best = _compare(ours, padded, size.rounds)
-    num_tokens = input_ids.numel()
     return {
         "step_vs_plain_hf": round(statistics.median(best.ratios), 3),
         "step_vs_plain_hf_worst": round(min(best.ratios), 3),
         "step_vs_plain_hf_one_row": round(statistics.median(_compare(ours, packed, size.rounds).ratios), 3),
+        "step_vs_plain_hf_chunked": round(statistics.median(_compare(ours_in_chunks, padded, size.rounds).ratios), 3),
         "step_tokens_per_s": round(num_tokens / best.ours_s, 1),
         "plain_hf_tokens_per_s": round(num_tokens / best.theirs_s, 1),
     }
@@ -223,14 +229,15 @@ def _model(hidden: int, layers: int, vocabulary: int) -> LlamaForCausalLM:
     )
 
 
-def _learner(model: LlamaForCausalLM, layout: str) -> PolicyLearner:
+def _learner(model: LlamaForCausalLM, layout: str, chunk_tokens: int | None = None) -> PolicyLearner:
+    """chunk_tokens: None is the default of the settings."""
     from pipeline.batching import Layout
     from pipeline.config import AlgorithmSettings, StalenessSettings, TrainerSettings
     from pipeline.learner.policy import PolicyLearner
     from pipeline.policy import Policy
 
     trainer = TrainerSettings.model_validate({})
-    policy = Policy(model, logprob_chunk_tokens=trainer.logprob_chunk_tokens, layout=Layout(layout))
+    policy = Policy(model, logprob_chunk_tokens=chunk_tokens or trainer.logprob_chunk_tokens, layout=Layout(layout))
     algorithm = AlgorithmSettings.model_validate({})
     return PolicyLearner(policy, algorithm=algorithm, trainer=trainer, staleness=StalenessSettings())
 

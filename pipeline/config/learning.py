@@ -54,7 +54,11 @@ class TrainerSettings(Section):
         description="shared: no padding, and prompts go through the model once for their group. packed: no padding. "
         "A model that cannot do that takes padded rows, and the log says so.",
     )
-    logprob_chunk_tokens: Count = Field(1024, description="Tokens whose logits exist at once; bounds memory.")
+    logprob_chunk_tokens: Count = Field(
+        1024,
+        description="Tokens whose logits exist at once; bounds memory. With fewer than micro_batch_tokens the rest is "
+        "made again in the backward pass.",
+    )
     gradient_checkpointing: bool = Field(False, description="Less memory, one more forward pass.")
     device: str = Field("auto", description='"auto" takes a GPU when there is one; else "cpu", "cuda:0".')
     dtype: Literal["auto", "float32", "bfloat16"] = Field(

@@ -131,7 +131,9 @@ class Policy:
         def ask() -> tuple[Tensor, Tensor]:
             states = head.states(batch.input_ids, self._mask(batch), batch.position_ids)  # [R, L, H]
             states = states.flatten(0, 1)[batch.state_index]  # [M, H]
-            return chunked_logprobs(states, targets, head.project, chunk_tokens=self._chunk_tokens)
+            return chunked_logprobs(
+                states, targets, head.project, chunk_tokens=self._chunk_tokens, is_trained=head.is_trained
+            )
 
         with self._precision():
             logprobs, entropies = run(ask)

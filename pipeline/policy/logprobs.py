@@ -1,13 +1,15 @@
 """Logprobs of chosen tokens without ever holding the logits of all of them.
 
 In: one state for each token, and how a state becomes logits. Out: logprob and entropy of each token.
-At most `chunk_tokens` rows of logits exist at once; the backward pass makes them again.
+At most `chunk_tokens` rows of logits exist at once. Where the output layer is trained, the backward pass
+makes them again, but for the last ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,21 +31,28 @@ class Targets:
 
 
 def chunked_logprobs(
-    states: Tensor, targets: Targets, project: Callable[[Tensor], Tensor], *, chunk_tokens: int
+    states: Tensor,
+    targets: Targets,
+    project: Callable[[Tensor], Tensor],
+    *,
+    chunk_tokens: int,
+    is_trained: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs [M] (with gradient) and entropies [M] (without) at the sampling temperature.
 
     log p(id) = z_id - logsumexp over kept z, z = project(state) / temperature; float32 or wider.
-    states: [M, H]. project: [m, H] -> logits [m, V].
+    states: [M, H]. project: [m, H] -> logits [m, V]. is_trained: `project` has weights that want a gradient.
     """
     parts = []
+    ask = _chunk if is_trained or not torch.is_grad_enabled() else _frozen_chunk
     for start in range(0, len(states), chunk_tokens):
         rows = slice(start, min(start + chunk_tokens, len(states)))
         arguments = (states[rows], targets.token_ids[rows], targets.temperatures[rows], _kept_of(targets.kept, rows))
-        if torch.is_grad_enabled():
-            parts.append(checkpoint(_chunk, project, *arguments, use_reentrant=False))
+        # The backward pass begins with the last chunk: as long as it is kept, no other exists.
+        if torch.is_grad_enabled() and is_trained and rows.stop < len(states):
+            parts.append(checkpoint(ask, project, *arguments, use_reentrant=False))
         else:
-            parts.append(_chunk(project, *arguments))
+            parts.append(ask(project, *arguments))
     return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropies for _, entropies in parts])
 
 
@@ -54,20 +63,73 @@ def _chunk(
     temperatures: Tensor,
     kept: KeptTokens | None,
 ) -> tuple[Tensor, Tensor]:
-    logits = project(states)  # [m, V]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logits = logits / temperatures.to(logits.dtype)[:, None]
-    chosen = logits.gather(1, token_ids[:, None]).squeeze(1)
-    if kept is not None:
-        logits = _limit(logits, kept)
-    normalisers = logits.logsumexp(dim=1)
-    return chosen - normalisers, _entropies(logits.detach(), normalisers.detach())
+    found: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        project(states), token_ids, temperatures, kept
+    )
+    return found
 
 
-def _entropies(logits: Tensor, normalisers: Tensor) -> Tensor:
-    """logsumexp(z) - sum(p z), [m], with one temporary of the size of the logits."""
-    probabilities = (logits - normalisers[:, None]).exp_()
-    return normalisers - probabilities.mul_(logits).sum(dim=1)
+def _frozen_chunk(
+    project: Callable[[Tensor], Tensor], states: Tensor, *arguments: Tensor | KeptTokens | None
+) -> tuple[Tensor, Tensor]:
+    """`_chunk` for an output layer that is not trained: each logprob depends on its own state alone, so their
+    derivatives, [m, H], are made at once, and no logits are needed for the gradient."""
+    with torch.enable_grad():
+        alone = states.detach().requires_grad_()
+        logprobs, entropies = _chunk(project, alone, *arguments)  # type: ignore[arg-type]
+        (derivatives,) = torch.autograd.grad(logprobs.sum(), alone)
+    differentiable: Tensor = _WithDerivatives.apply(states, logprobs.detach(), derivatives)  # type: ignore[no-untyped-call]
+    return differentiable, entropies.detach()
+
+
+class _WithDerivatives(torch.autograd.Function):
+    """Values [m] of states [m, H] whose derivatives [m, H] are known."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, values: Tensor, derivatives: Tensor) -> Tensor:
+        ctx.save_for_backward(derivatives)
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor, None, None]:
+        (derivatives,) = ctx.saved_tensors
+        return (slopes[:, None] * derivatives).to(derivatives.dtype), None, None
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Logprobs and entropies, each [m], of tokens under logits [m, V].
+
+    d log p(id) / d z_j = [j = id] - p_j. Two tensors of the size of the logits are made, and the one that
+    is kept for the gradient becomes the gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, token_ids: Tensor, temperatures: Tensor, kept: KeptTokens | None
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        temperatures = temperatures.to(dtype)[:, None]
+        shifted = logits / temperatures  # [m, V]
+        chosen = shifted.gather(1, token_ids[:, None])
+        if kept is not None:
+            shifted = _limit(shifted, kept)
+        largest = shifted.amax(dim=1, keepdim=True)
+        masses = shifted.sub_(largest).exp()  # p times total
+        total = masses.sum(dim=1, keepdim=True)
+        logprobs = (chosen - largest - total.log()).squeeze(1)
+        entropies = (total.log() - shifted.mul_(masses).sum(dim=1, keepdim=True) / total).squeeze(1)
+        ctx.save_for_backward(masses, total, token_ids, temperatures)
+        ctx.dtype = logits.dtype
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None, None]:
+        """slopes: of the loss by the logprobs, [m], and by the entropies, which is not looked at."""
+        masses, total, token_ids, temperatures = ctx.saved_tensors
+        factors = slopes[0][:, None] / temperatures
+        gradient = masses.mul_(-factors / total).scatter_add_(1, token_ids[:, None], factors)
+        return gradient.to(ctx.dtype), None, None, None
 
 
 def _limit(logits: Tensor, kept: KeptTokens) -> Tensor:

@@ -29,11 +29,18 @@ class OutputHead:
     project: [m, H] -> logits [m, V]. Without position_ids they count from 0, which is right for rows that
     are padded on the right.
     is_chunked: False where the states are the logits themselves and `project` changes nothing.
+    layer: whose weights `project` needs.
     """
 
     states: Callable[[Tensor, Tensor | PackedMask | None, Tensor | None], Tensor]
     project: Callable[[Tensor], Tensor]
     is_chunked: bool
+    layer: nn.Module | None = None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether `project` has to be differentiated by its weights, or has none."""
+        return self.layer is None or any(weight.requires_grad for weight in self.layer.parameters())
 
 
 def find_output_head(model: PreTrainedModel) -> OutputHead:
@@ -66,7 +73,7 @@ def _head(decoder: nn.Module, layer: nn.Module, transform: Callable[[Tensor], Te
         assert isinstance(hidden, Tensor)
         return hidden
 
-    return OutputHead(states=states, project=lambda hidden: transform(layer(hidden)), is_chunked=True)
+    return OutputHead(states=states, project=lambda hidden: transform(layer(hidden)), is_chunked=True, layer=layer)
 
 
 def _logits(

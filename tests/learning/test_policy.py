@@ -20,14 +20,16 @@ from transformers import (
     PreTrainedModel,
 )
 
-from pipeline.batching import MicroBatch, make_samples, pad, split
+from pipeline.batching import KeptTokens, MicroBatch, make_samples, pad, split
 from pipeline.config import StalenessSettings
 from pipeline.messages import ScoredGroup
 from pipeline.policy import Policy
+from pipeline.policy.logprobs import Targets, chunked_logprobs
 from pipeline.staleness import assess
 from tests.learning.builders import (
     VOCABULARY_SIZE,
     Row,
+    gradients,
     make_group,
     plain_logprobs,
     random_groups,
@@ -92,20 +94,56 @@ def test_logprobs_do_not_depend_on_chunks_padding_or_split(chunk_tokens: int, bu
         torch.testing.assert_close(row, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_gradient_through_chunks_is_that_of_full_logits() -> None:
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 1000])
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
+def test_gradient_through_chunks_is_that_of_full_logits(chunk_tokens: int, is_frozen: bool) -> None:
+    """With an output layer that is trained, and with one that is not."""
     model = tiny_llama()
-    groups = random_groups(model)
+    model.lm_head.requires_grad_(not is_frozen)
+    groups = random_groups(model, temperature=0.6)
     [batch] = micro_batches(groups)
     weights = torch.randn(batch.mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
-    (Policy(model, logprob_chunk_tokens=4).logprobs(batch) * weights).sum().backward()
-    chunked = {name: value.grad.clone() for name, value in model.named_parameters()}
+    (Policy(model, logprob_chunk_tokens=chunk_tokens).logprobs(batch) * weights).sum().backward()
+    chunked = gradients(model)
     model.zero_grad()
     rows = [w[m] for w, m in zip(weights, batch.mask, strict=True)]
     sum((r * w).sum() for r, w in zip(expected_rows(model, groups), rows, strict=True)).backward()
 
-    for name, value in model.named_parameters():
-        torch.testing.assert_close(chunked[name], value.grad, rtol=1e-9, atol=1e-12)
+    assert chunked.keys() == {name for name, value in model.named_parameters() if value.requires_grad}
+    for name, value in gradients(model).items():
+        torch.testing.assert_close(chunked[name], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_trained", [True, False], ids=["trained", "frozen"])
+def test_gradient_is_that_of_a_softmax_over_the_ids_that_could_be_drawn(is_trained: bool) -> None:
+    """At temperatures of their own, and of logits far from 0."""
+    generator = torch.Generator().manual_seed(1)
+    states, weight, slopes = (torch.randn(size, generator=generator).double() for size in ((5, 3), (7, 3), (5,)))
+    ids, temperatures = torch.tensor([0, 4, 3, 6, 2]), torch.tensor([1.0, 0.5, 2.0, 1.0, 0.75])
+    drawable = {1: [2, 4], 3: [0, 6]}
+    kept = KeptTokens(
+        ids=torch.tensor([*drawable[1], *drawable[3]]),
+        rows=torch.tensor([1, 1, 3, 3]),
+        is_limited=torch.tensor([row in drawable for row in range(5)]),
+    )
+    inputs = [states.requires_grad_(), *([weight.requires_grad_()] if is_trained else [])]
+
+    logprobs, _ = chunked_logprobs(
+        states,
+        Targets(token_ids=ids, temperatures=temperatures, kept=kept),
+        lambda some: some @ weight.T + 1000,
+        chunk_tokens=2,
+        is_trained=is_trained,
+    )
+
+    logits = (states @ weight.T + 1000) / temperatures.double()[:, None]
+    rows = [logits[row, drawable.get(row, slice(None))].logsumexp(0) for row in range(5)]
+    expected = logits[torch.arange(5), ids] - torch.stack(rows)
+    torch.testing.assert_close(logprobs, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad((logprobs * slopes).sum(), inputs), torch.autograd.grad((expected * slopes).sum(), inputs)
+    )
 
 
 def test_entropy_is_that_of_the_sampled_distribution() -> None:
