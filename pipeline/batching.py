@@ -28,6 +28,7 @@ __all__ = [
     "Routing",
     "Sample",
     "Segments",
+    "TeacherTop",
     "arrange",
     "kept_tokens",
     "make_samples",
@@ -67,6 +68,20 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TeacherTop:
+    """What up to J teachers find likeliest at M tokens. token_ids: [M, J, k]. logprobs: [M, J, k], -inf where there
+    is none. weights: [M, J], 0 where nothing was said."""
+
+    token_ids: Tensor
+    logprobs: Tensor
+    weights: Tensor
+
+    def to(self, device: torch.device) -> TeacherTop:
+        """The same on `device`."""
+        return replace(self, **_tensors_on(self, device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
     """B completions in R rows of L token places: T completion positions, M trained tokens.
 
@@ -77,6 +92,7 @@ class MicroBatch:
     in [B * T]; targets [M]; temperatures [M].
     generator_logprobs: [B, T] float32; advantages, factors: [B, T] float64; ages: [B, T] int64; 0 outside the mask.
     teacher_logprobs: [B, T] float32, NaN where no teacher has said anything; None where none has anywhere.
+    teacher_top: of the M trained tokens; None where no teacher was asked for more than the sampled ones.
     """
 
     input_ids: Tensor
@@ -95,12 +111,19 @@ class MicroBatch:
     kept: KeptTokens | None = None
     routing: Routing | None = None
     teacher_logprobs: Tensor | None = None
+    teacher_top: TeacherTop | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
         kept = self.kept.to(device) if self.kept is not None else None
         routing = self.routing.to(device) if self.routing is not None else None
-        return replace(self, **_tensors_on(self, device), kept=kept, routing=routing)
+        top = self.teacher_top.to(device) if self.teacher_top is not None else None
+        return replace(self, **_tensors_on(self, device), kept=kept, routing=routing, teacher_top=top)
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """Values of the M trained tokens at their places, [B, T], 0 elsewhere."""
+        flat = values.new_zeros(self.mask.numel())
+        return flat.index_put((self.token_index,), values).view(self.mask.shape)
 
 
 def pad(samples: Sequence[Sample], advantages: Sequence[Tensor], factors: Tensor) -> MicroBatch:
@@ -166,6 +189,7 @@ def _of_completions(samples: Sequence[Sample], advantages: Sequence[Tensor], fac
         "ages": torch.from_numpy(np.where(masks, _stack([sample.ages for sample in samples]), 0)),
         "kept": kept_tokens([(sample.completion, sample.mask) for sample in samples]),
         "teacher_logprobs": _teacher_logprobs(samples),
+        "teacher_top": _teacher_top(samples),
     }
 
 
@@ -188,6 +212,28 @@ def _teacher_logprobs(samples: Sequence[Sample]) -> Tensor | None:
         return None
     rows = [sample.teacher_logprobs for sample in samples]
     return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True, padding_value=torch.nan)
+
+
+def _teacher_top(samples: Sequence[Sample]) -> TeacherTop | None:
+    tops = [sample.score.teacher_top for sample in samples]
+    if not any(tops):
+        return None
+    most, widest = max(map(len, tops)), max(top.token_ids.shape[1] for items in tops for top in items)
+    num_tokens = sum(sample.num_tokens for sample in samples)
+    token_ids = np.zeros((num_tokens, most, widest), dtype=np.int64)
+    logprobs = np.full((num_tokens, most, widest), -np.inf, dtype=np.float32)
+    weights = np.zeros((num_tokens, most), dtype=np.float32)
+    start = 0
+    for sample, items in zip(samples, tops, strict=True):
+        rows = slice(start, start := start + sample.num_tokens)
+        for place, top in enumerate(items):
+            columns = slice(top.token_ids.shape[1])
+            token_ids[rows, place, columns] = top.token_ids[sample.mask]
+            logprobs[rows, place, columns] = top.logprobs[sample.mask]
+            weights[rows, place] = top.weight
+    return TeacherTop(
+        token_ids=torch.from_numpy(token_ids), logprobs=torch.from_numpy(logprobs), weights=torch.from_numpy(weights)
+    )
 
 
 def kept_tokens(chosen: Sequence[tuple[Completion, BoolMask]]) -> KeptTokens | None:
@@ -246,6 +292,6 @@ def _pack_routing(completions: Sequence[Completion], owners: Ints, positions: In
     )
 
 
-def _tensors_on(carrier: MicroBatch | KeptTokens | Routing, device: torch.device) -> dict[str, Any]:
+def _tensors_on(carrier: MicroBatch | KeptTokens | Routing | TeacherTop, device: torch.device) -> dict[str, Any]:
     values = {field.name: getattr(carrier, field.name) for field in fields(carrier)}
     return {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}

@@ -130,7 +130,7 @@ class Collector:
 
     def _flaw(self, group: ScoredGroup) -> DropReason | None:
         self._last_problem = reward_problem(group) or self._last_problem
-        has_teacher = self._algorithm.distillation > 0 and is_taught(group)
+        has_teacher = self._algorithm.has_teacher and is_taught(group)
         if is_unscored(group) and not has_teacher:
             return DropReason.UNSCORED
         if is_nonfinite(group):

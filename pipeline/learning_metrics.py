@@ -31,6 +31,15 @@ class LearningMetrics(MetricTable):
     teacher_kl = late_gauge(
         "nats", "Divergence from the teacher; 0 without distillation_coef.", "What distillation lowers.", roles=_TRAINER
     )
+    teacher_jsd = late_gauge(
+        "nats", "Jensen-Shannon divergence from teachers; 0 without jsd_coef.", "What it lowers.", roles=_TRAINER
+    )
+    teacher_top_mass = late_gauge(
+        "ratio",
+        "Share of the teachers' probability on the top_k ids that they send; 0 without jsd_coef.",
+        "Below 0.95 much of a teacher is one bucket: raise its top_k.",
+        roles=_TRAINER,
+    )
     effective_sample_size = late_gauge(
         "ratio",
         "Share of the tokens that the importance weights leave, 0 to 1.",
@@ -90,7 +99,7 @@ class LearningMetrics(MetricTable):
     )
     untaught_tokens_total = counter(
         "tokens",
-        "Trained tokens of which no teacher has said anything, with distillation_coef.",
+        "Trained tokens of which no teacher has said anything, with distillation_coef or jsd_coef.",
         "0, unless rows have no teacher on purpose.",
         roles=_TRAINER,
     )

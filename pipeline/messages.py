@@ -244,18 +244,29 @@ class RewardResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TopLogprobs:
+    """What one teacher finds likeliest at every token. token_ids: [T, k]. logprobs: [T, k], -inf without a chance.
+    weight: of the divergence from it, where several teach."""
+
+    token_ids: TokenIds
+    logprobs: Floats
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Score:
     """Rewards of one completion.
 
     reward: weighted sum, None where no function applied. parts: each function's own value.
     token_rewards: [T] weighted sum, NaN where no step ends; None where no function judged tokens.
-    teacher_logprobs: [T] or None.
+    teacher_logprobs: [T] or None. teacher_top: of each teacher that was asked for more than the sampled tokens.
     """
 
     reward: float | None
     parts: tuple[RewardResult, ...] = ()
     token_rewards: Floats | None = None
     teacher_logprobs: Floats | None = None
+    teacher_top: tuple[TopLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

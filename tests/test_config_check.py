@@ -81,6 +81,10 @@ def test_what_was_looked_at_is_said(settings: list[str]) -> None:
         (["generation.openai.urls=['http://gpu1:8000']"], "generation.openai is not read"),
         (["generation.merge_lora=true"], "lora.rank = 0 trains all weights"),
         (["generation.merge_lora=true", "lora.rank=2"], "generation.merge_lora = true is not read"),
+        (
+            ["scoring.teachers=[{model='m', url='http://h', top_k=4}]", "algorithm.distillation_coef=0.5"],
+            "their top_k ids are sent and not read",
+        ),
     ],
 )
 def test_a_setting_that_nothing_reads_is_named(more: list[str], unread: str, settings: list[str]) -> None:

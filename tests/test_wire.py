@@ -22,6 +22,7 @@ from pipeline.messages import (
     SamplingMask,
     Score,
     ScoredGroup,
+    TopLogprobs,
     UnfinishedCompletion,
     VersionSpan,
     expert_dtype,
@@ -63,6 +64,19 @@ def completions(draw: st.DrawFn) -> Completion:
     )
 
 
+@st.composite
+def tops(draw: st.DrawFn, length: int) -> TopLogprobs:
+    """Any ids, each once for a token, and any shares of its probability."""
+    top_k = draw(st.integers(1, 5))
+    ids = [draw(st.lists(st.integers(0, LARGEST_ID), min_size=top_k, max_size=top_k, unique=True)) for _ in range(2)]
+    logprobs = hnp.arrays(np.float32, (length, top_k), elements=st.sampled_from([-np.inf, -1e30, -7.25, -2.0]))
+    return TopLogprobs(
+        token_ids=np.array([ids[place % 2] for place in range(length)], dtype=np.uint32),
+        logprobs=draw(logprobs),
+        weight=draw(st.floats(0.5, 100)),
+    )
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(completions(), min_size=1, max_size=3), st.data())
 def test_every_valid_group_comes_back_as_it_was(items: list[Completion], data: st.DataObject) -> None:
@@ -70,7 +84,13 @@ def test_every_valid_group_comes_back_as_it_was(items: list[Completion], data: s
     floats = st.none() | st.floats(allow_nan=False, allow_infinity=False)
     rollout = RolloutGroup(prompt=prompt, completions=tuple(items), generator="g", hops={"generated": 1.5})
     scores = tuple(
-        Score(reward=data.draw(floats), token_rewards=np.ones(len(item), dtype=np.float32)) for item in items
+        Score(
+            reward=data.draw(floats),
+            token_rewards=np.ones(len(item), dtype=np.float32),
+            teacher_logprobs=np.zeros(len(item), dtype=np.float32),
+            teacher_top=tuple(data.draw(st.lists(tops(len(item)), max_size=2))),
+        )
+        for item in items
     )
     group = ScoredGroup(rollout=rollout, scores=scores, scorer="s")
     payload = encode(group)
@@ -87,6 +107,11 @@ def test_every_valid_group_comes_back_as_it_was(items: list[Completion], data: s
             assert received.routed_experts.ids.dtype == expert_dtype(sent.routed_experts.num_experts)
             assert received.routed_experts.num_experts == sent.routed_experts.num_experts
     assert [score.reward for score in back.scores] == [score.reward for score in scores]
+    for sent, received in zip(scores, back.scores, strict=True):
+        for one, other in zip(sent.teacher_top, received.teacher_top, strict=True):
+            np.testing.assert_array_equal(one.token_ids, other.token_ids)
+            np.testing.assert_array_equal(one.logprobs, other.logprobs)
+            assert one.weight == other.weight
     assert back.rollout.prompt.columns == prompt.columns
 
 
@@ -253,6 +278,41 @@ def test_a_message_from_before_experts_were_recorded_has_none() -> None:
     back = decode(msgpack.packb(payload), RolloutGroup)
     assert back.completions[0].routed_experts is None
     assert not back.prompt.sampling.keep_routed_experts
+
+
+def _top(ids: list[list[int]], logprobs: list[list[float]], weight: float = 1.0) -> TopLogprobs:
+    return TopLogprobs(
+        token_ids=np.array(ids, dtype=np.uint32), logprobs=np.array(logprobs, dtype=np.float32), weight=weight
+    )
+
+
+@pytest.mark.parametrize(
+    ("top", "problem"),
+    [
+        (_top([[3, 4]] * 3, [[-1, -2]] * 3), "teacher_top and token_ids differ in length"),
+        (_top([[3, 3]] * 4, [[-1, -2]] * 4), "names an id twice"),
+        (_top([[3, 4]] * 4, [[-1, np.nan]] * 4), "holds no probabilities"),
+        (_top([[3, 4]] * 4, [[-0.5, -0.6]] * 4), "holds no probabilities"),
+        (_top([[3, 4]] * 4, [[np.inf, -1]] * 4), "holds no probabilities"),
+        (_top([[3, 4]] * 4, [[-1, -2]] * 4, weight=0.0), "a weight that is not above 0"),
+        (_top([[3, 4]] * 4, [[-1, -2]] * 4, weight=np.inf), "not finite"),
+        (_top([[]] * 4, [[]] * 4), "not 0 ids and logprobs"),
+        (_top([[3, 4]] * 4, [[-1]] * 4), "not 2 ids and logprobs"),
+    ],
+)
+def test_likeliest_ids_that_do_not_fit_are_refused(top: TopLogprobs, problem: str) -> None:
+    group = make_scored(make_prompt(), [1.0, 0.0])
+    plain = encode(group)
+    assert b"teacher_top" not in plain
+    score = dataclasses.replace(group.scores[0], teacher_logprobs=np.zeros(4, dtype=np.float32))
+    for given_top, refused in ((_top([[3, 4]] * 4, [[-1, -np.inf]] * 4), None), (top, problem)):
+        told = dataclasses.replace(score, teacher_top=(given_top,))
+        payload = encode(dataclasses.replace(group, scores=(told, group.scores[1])))
+        if refused is None:
+            assert decode(payload, ScoredGroup).scores[0].teacher_top
+            continue
+        with pytest.raises(MessageError, match=refused):
+            decode(payload, ScoredGroup)
 
 
 def test_a_group_with_a_completion_missing_is_refused() -> None:

@@ -28,11 +28,13 @@ class TeachingWork(AddingWork):
 
     async def scores_of(self, group: ScoredGroup) -> tuple[Score, ...]:
         """Its scores with the teachers' logprobs. Raises ScoringError."""
-        logprobs = await self._teachers.logprobs(group.rollout)
-        if logprobs is None:
+        lessons = await self._teachers.lessons(group.rollout)
+        if lessons is None:
             return group.scores
-        pairs = zip(group.scores, logprobs, strict=True)
-        return tuple(dataclasses.replace(score, teacher_logprobs=values) for score, values in pairs)
+        return tuple(
+            dataclasses.replace(score, teacher_logprobs=lesson.logprobs, teacher_top=lesson.top)
+            for score, lesson in zip(group.scores, lessons, strict=True)
+        )
 
 
 async def body(context: WorkerContext) -> None:

@@ -54,7 +54,7 @@ class Algorithm:
 class TokenInputs:
     """One micro-batch, all [B, T]. mask: bool. ages: int64. ref_logprobs: only where there is a KL term.
     limit: of m2po, from the whole batch. teacher_logprobs: NaN where no teacher has said anything; only where
-    there is one."""
+    there is one. teacher_jsd, teacher_top_mass: as of `generalized_jsd`; only where jsd_coef asks for them."""
 
     trainer_logprobs: Tensor
     generator_logprobs: Tensor
@@ -64,6 +64,8 @@ class TokenInputs:
     ref_logprobs: Tensor | None = None
     limit: Tensor | None = None
     teacher_logprobs: Tensor | None = None
+    teacher_jsd: Tensor | None = None
+    teacher_top_mass: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,7 +80,7 @@ class Objective:
 
 
 def evaluate(algorithm: Algorithm, inputs: TokenInputs) -> Objective:
-    """loss_t = weight_t * policy_loss_t + kl_coef * k_t, the latter where the KL term is in the loss."""
+    """loss_t = weight_t * policy_loss_t + jsd_coef * jsd_t + kl_coef * k_t, the last only with kl_in = "loss"."""
     trainer = _finite(inputs.trainer_logprobs)
     current = trainer.detach()
     is_usable = usable_ratios(inputs.trainer_logprobs, inputs.generator_logprobs)
@@ -110,6 +112,11 @@ def evaluate(algorithm: Algorithm, inputs: TokenInputs) -> Objective:
     log_ratios = current - generator
     stats = {**correction.stats, **policy.stats, **taught}
     stats |= {"importance_ratio": log_ratios.exp(), "mismatch_kl": k3(log_ratios)}
+    if inputs.teacher_jsd is not None and inputs.teacher_top_mass is not None:
+        # Weighed by no ratio: at the token's prefix it is exact, whoever has drawn the token.
+        losses = losses + algorithm.settings.jsd_coef * inputs.teacher_jsd
+        stats["teacher_jsd"], stats["teacher_top_mass"] = inputs.teacher_jsd.detach(), inputs.teacher_top_mass
+        stats["top_taught"] = (inputs.teacher_top_mass > 0).to(current.dtype)
     if inputs.ref_logprobs is not None:
         divergence = algorithm.divergence(_finite(inputs.ref_logprobs) - trainer)
         stats["kl"] = divergence.detach()
@@ -120,8 +127,10 @@ def evaluate(algorithm: Algorithm, inputs: TokenInputs) -> Objective:
 
 def _with_teacher(algorithm: Algorithm, inputs: TokenInputs, current: Tensor) -> tuple[Tensor, Stats]:
     """Advantages [B, T] with distillation_coef times the teacher's part, and what there is to know of it."""
-    if inputs.teacher_logprobs is None or not algorithm.settings.distillation:
+    if not algorithm.settings.distillation:
         return inputs.advantages, {}
+    if inputs.teacher_logprobs is None:  # in this micro-batch: another rank's may have them
+        return inputs.advantages, {"teacher_kl": torch.zeros_like(current), "taught": torch.zeros_like(current)}
     gains = reverse_kl_advantages(inputs.teacher_logprobs, current)
     is_taught = (~torch.isnan(inputs.teacher_logprobs)).to(gains.dtype)
     return inputs.advantages + algorithm.settings.distillation * gains, {"teacher_kl": -gains, "taught": is_taught}

@@ -94,10 +94,15 @@ def _unread(report: Report) -> None:
                 f"generation.{name} is not read, since generation.engine = {generation.engine!r}: "
                 f"set generation.engine = {name!r}, or leave it out"
             )
-    if config.scoring.teachers and not config.algorithm.distillation:
+    if config.scoring.teachers and not config.algorithm.has_teacher:
         report.warnings.append(
-            "scoring.teachers: what they say is not read, since algorithm.distillation_coef = 0; raise it, or set "
-            "algorithm.preset = 'opd'"
+            "scoring.teachers: what they say is not read, since algorithm.distillation_coef = 0 and jsd_coef = 0; "
+            "raise one, or set algorithm.preset = 'opd'"
+        )
+    if any(teacher.top_k for teacher in config.scoring.teachers) and not config.algorithm.jsd_coef:
+        report.warnings.append(
+            "scoring.teachers: their top_k ids are sent and not read, since algorithm.jsd_coef = 0; raise it, or set "
+            "top_k = 0"
         )
     if not generation.merge_lora:
         return

@@ -45,7 +45,7 @@ def advice(algorithm: AlgorithmSettings, generation: GenerationSettings, stalene
             "weights are trained on as if they were new; set proximal to 'generator', or correction to 'tis'"
         )
     learns_alone = resolved.advantage in {"reinforce_pp", "none"} or resolved.process != "none"
-    if generation.group_size == 1 and not learns_alone and not resolved.distillation:
+    if generation.group_size == 1 and not learns_alone and not resolved.has_teacher:
         found.append(
             f"generation.group_size = 1: algorithm.advantage = {resolved.advantage!r} compares a completion with the "
             "others of its group, so nothing would be learnt; raise it, or set the advantage to 'reinforce_pp'"

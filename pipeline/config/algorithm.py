@@ -112,6 +112,14 @@ class AlgorithmSettings(Section):
         description="Weight of what scoring.teachers say of each token, added to its advantage; preset: 1 with opd, "
         "else 0.",
     )
+    jsd_coef: Factor = Field(
+        0.0,
+        description="Weight, in the loss, of the generalised Jensen-Shannon divergence from what scoring.teachers find "
+        "likeliest (their top_k); 0 leaves it out.",
+    )
+    jsd_beta: Fraction = Field(
+        0.5, description="0 is the forward KL divergence, KL(teacher || policy), 1 the reverse, 0.5 is symmetric."
+    )
     kl_coef: Factor = Field(0.0, description="Weight of the KL divergence to the initial policy; 0 loads no reference.")
     kl_estimator: Literal["", "k1", "k2", "k3"] = Field("", description="How it is estimated: k1, k2, k3.")
     kl_in: Literal["", "loss", "reward"] = Field(
@@ -146,7 +154,7 @@ class AlgorithmSettings(Section):
         for name in ("overlong", "drop_zero_variance"):
             chosen = getattr(self, name)
             filled[name] = getattr(preset, name) if chosen == "preset" else chosen
-        if self.distillation and self.drop_zero_variance == "preset":
+        if self.has_teacher and self.drop_zero_variance == "preset":
             filled["drop_zero_variance"] = False  # a teacher tells more of them than their rewards do
         return self.model_copy(update=filled)
 
@@ -163,6 +171,11 @@ class AlgorithmSettings(Section):
             return self.distillation_coef
         preset = PRESETS.get(self.preset)
         return preset.distillation if preset else 0.0
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether anything is learnt from teachers."""
+        return self.distillation > 0 or self.jsd_coef > 0
 
     @property
     def needs_survey(self) -> bool:

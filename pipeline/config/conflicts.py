@@ -35,10 +35,10 @@ def conflicts(settings: AlgorithmSettings) -> list[str]:
             f"algorithm.dual_clip = {resolved.dual_clip:g} would end the gradient of every token with a negative "
             "advantage; set it above 1, 3 is usual, or to 0 for none"
         )
-    if resolved.advantage == "none" and not resolved.distillation:
+    if resolved.advantage == "none" and not resolved.has_teacher:
         found.append(
             "algorithm.advantage = 'none' with algorithm.distillation_coef = 0 leaves nothing to learn; raise "
-            "distillation_coef, or set the advantage to 'group_mean_std'"
+            "distillation_coef or jsd_coef, or set the advantage to 'group_mean_std'"
         )
     if resolved.advantage == "none" and resolved.kl_coef and resolved.kl_in == "reward":
         found.append(

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.base import Count, NonNegative, PositiveFactor, Seconds, Section, SignedFactor
+from pipeline.config.base import Count, Natural, NonNegative, PositiveFactor, Seconds, Section, SignedFactor
 
 
 class RewardSettings(Section):
@@ -53,6 +53,11 @@ class TeacherSettings(ModelAtWork):
     """One teacher, whose logprobs of the sampled tokens the policy is to come near."""
 
     weight: PositiveFactor = Field(1.0, description="Where several teach a row: share of its divergence in the sum.")
+    top_k: Natural = Field(
+        0,
+        description="Likeliest ids at each token that travel with their logprobs, for algorithm.jsd_coef; 0 sends the "
+        "sampled token's logprob alone.",
+    )
 
 
 class JudgeSettings(ModelAtWork):
@@ -93,7 +98,7 @@ class ScoringSettings(Section):
         description="A completion whose reward failed or timed out: leave it out of its group, or reward 0.",
     )
     teachers: list[TeacherSettings] = Field(
-        [], description="Models to learn from token by token (algorithm.distillation_coef)."
+        [], description="Models to learn from token by token (algorithm.distillation_coef, algorithm.jsd_coef)."
     )
     teacher_column: str = Field(
         "",

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 from pipeline.config import Config
 
+_BYTES_PER_ID = 8  # and its logprob
+
 
 def scoring_conflicts(config: Config) -> list[str]:
     """Why these cannot score; empty where they can."""
@@ -24,6 +26,7 @@ def _teaching(config: Config) -> Iterator[str]:
             f"algorithm.distillation_coef = {coefficient:g}: scoring.teachers is empty, so that {why} has nobody to "
             "learn from; name a model in a [[scoring.teachers]] table"
         )
+    yield from _top_ids(config)
     if scoring.teacher_column and not scoring.teachers:
         column = scoring.teacher_column
         yield f"scoring.teacher_column = {column!r}: scoring.teachers is empty; name one, or leave the column out"
@@ -41,6 +44,30 @@ def _teaching(config: Config) -> Iterator[str]:
                     f"temperature 1 and over all tokens; set generation.{name} = {needed}, or leave out the url to "
                     "load the teacher here"
                 )
+
+
+def _top_ids(config: Config) -> Iterator[str]:
+    scoring, coefficient, generation = config.scoring, config.algorithm.jsd_coef, config.generation
+    if coefficient and not scoring.teachers:
+        yield (
+            f"algorithm.jsd_coef = {coefficient:g}: scoring.teachers is empty, so that it has nobody to learn from; "
+            "name a model in a [[scoring.teachers]] table, with top_k"
+        )
+    for index, teacher in enumerate(scoring.teachers):
+        if coefficient and not teacher.top_k:
+            yield (
+                f"scoring.teachers[{index}].top_k = 0 with algorithm.jsd_coef = {coefficient:g}: the divergence needs "
+                "the teacher's likeliest ids at each token; set top_k, 64 for example, or jsd_coef = 0"
+            )
+    widest = sorted(teacher.top_k for teacher in scoring.teachers)
+    num_ids = widest[-1] if widest and scoring.teacher_column else sum(widest)
+    num_bytes = _BYTES_PER_ID * num_ids * generation.group_size * generation.max_tokens
+    if num_bytes > config.queues.max_payload_bytes:
+        yield (
+            f"scoring.teachers: top_k = {num_ids} in all makes up to {num_bytes} bytes for a group "
+            f"({_BYTES_PER_ID} x top_k x generation.group_size x generation.max_tokens), more than "
+            f"queues.max_payload_bytes = {config.queues.max_payload_bytes}; lower top_k, or raise the limit"
+        )
 
 
 def _names(config: Config) -> Iterator[str]:

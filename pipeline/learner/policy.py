@@ -25,6 +25,7 @@ from pipeline.learner.report import describe_groups, in_feeding_order
 from pipeline.learner.snapshot import PolicySnapshot, weights_to_save
 from pipeline.learner.survey import survey
 from pipeline.learner.tally import TokenTally, describe_tokens
+from pipeline.learner.teaching import count_untaught, what_teachers_say
 from pipeline.messages import ScoredGroup
 from pipeline.models.loading import resolve_device, resolve_dtype
 from pipeline.models.weights import export_weights, num_weight_bytes, weight_kind
@@ -149,7 +150,7 @@ class PolicyLearner:
             "nonfinite_tokens": float(sum(sample.num_nonfinite for sample in samples) + num_unusable),
             "unreplayed_tokens": float(num_unreplayed),
             "unrouted_tokens": float(num_unrouted),
-            "untaught_tokens": float(self._count_untaught(samples)),
+            "untaught_tokens": float(count_untaught(self._settings, samples, self._warn_once)),
             **({} if self._world.is_alone else {"rank_balance": dealt.balance}),
         }
 
@@ -230,7 +231,7 @@ class PolicyLearner:
         """Add the gradient of one micro-batch; returns its part of the loss, detached."""
         # Before the pass whose gradient is wanted: weights that are gathered for one are let go after it.
         reference = self.policy.reference_logprobs(batch) if self._settings.kl_coef > 0 else None
-        output = self.policy.evaluate(batch)
+        output = self.policy.evaluate(batch, with_top=self._settings.jsd_coef > 0)
         dtype = output.logprobs.dtype
         objective: Objective = evaluate(
             self._algorithm,
@@ -242,7 +243,7 @@ class PolicyLearner:
                 ages=batch.ages,
                 ref_logprobs=reference,
                 limit=limit.to(batch.ages.device) if limit is not None else None,
-                teacher_logprobs=batch.teacher_logprobs.to(dtype) if batch.teacher_logprobs is not None else None,
+                **what_teachers_say(self._settings, batch, output),
             ),
         )
         loss = (objective.losses * batch.factors.to(dtype)).sum()
@@ -274,20 +275,6 @@ class PolicyLearner:
                 way_out="run generators and trainer with the same generation.replay_routing",
             )
         return num_unreplayed, num_unrouted
-
-    def _count_untaught(self, samples: Sequence[Sample]) -> int:
-        """Tokens that a teacher should have told of; warns once where that is none at all."""
-        if not self._settings.distillation:
-            return 0
-        num_untaught = sum(sample.num_untaught for sample in samples)
-        if num_untaught and num_untaught == sum(sample.num_tokens for sample in samples):
-            self._warn_once(
-                "teacher_logprobs_missing",
-                tokens=num_untaught,
-                consequence="nothing is learnt from a teacher",
-                way_out="look at scoring.teacher_column, and that groups pass the stage of teachers",
-            )
-        return num_untaught
 
     def _warn_once(self, event: str, **details: object) -> None:
         if event not in self._warned and self._world.leads:

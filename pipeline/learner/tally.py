@@ -66,8 +66,9 @@ def describe_tokens(tally: TokenTally) -> dict[str, float]:
     """Means over the trained tokens; a term that the algorithm does not have is 0."""
     absent = ("clip_fraction", "truncated_fraction", "masked_fraction", "kl", "entropy", "mismatch_kl")
     means = dict.fromkeys(absent, 0.0) | tally.means()
-    taught = means.pop("taught", 0.0)
-    means["teacher_kl"] = means.get("teacher_kl", 0.0) / taught if taught else 0.0
+    taught, top_taught = means.pop("taught", 0.0), means.pop("top_taught", 0.0)
+    for name, share in (("teacher_kl", taught), ("teacher_jsd", top_taught), ("teacher_top_mass", top_taught)):
+        means[name] = means.get(name, 0.0) / share if share else 0.0
     return means | {
         "importance_ratio_mean": means.pop("importance_ratio", 0.0),
         "importance_ratio_max": tally.maxima().get("importance_ratio", 0.0),

@@ -24,6 +24,7 @@ from pipeline.policy.layout import choose_kernel, prove_layout
 from pipeline.policy.logprobs import Targets, chunked_logprobs
 from pipeline.policy.output_head import OutputHead, find_output_head
 from pipeline.policy.packed_attention import PackedMask, packed_mask, use_packed_attention
+from pipeline.policy.top_logprobs import chunked_logprobs_with_top
 
 CausalModel: TypeAlias = PreTrainedModel | PeftModel
 # How a pass through a model is made, where its weights have to be gathered for it: work -> what it gives.
@@ -39,10 +40,12 @@ def directly(work: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyOutput:
-    """logprobs: [B, T] with gradient. entropies: [B, T] without. Both 0 outside the micro-batch's mask."""
+    """logprobs: [B, T] with gradient. entropies: [B, T] without. Both 0 outside the micro-batch's mask.
+    top: [M, J, k + 1] with gradient, as of `chunked_logprobs_with_top`; None where not asked for."""
 
     logprobs: Tensor
     entropies: Tensor
+    top: Tensor | None = None
 
 
 class Policy:
@@ -107,10 +110,13 @@ class Policy:
         """Whether experts are those that the generator's routers chose."""
         return self._replay is not None
 
-    def evaluate(self, batch: MicroBatch) -> PolicyOutput:
-        """Logprobs and entropies of the trained tokens. Raises MessageError: experts recorded from another model."""
+    def evaluate(self, batch: MicroBatch, *, with_top: bool = False) -> PolicyOutput:
+        """Logprobs and entropies of the trained tokens. Raises MessageError: experts recorded from another model.
+
+        with_top: and of the ids that the batch's teachers have named.
+        """
         with self._replay.using(batch.routing) if self._replay else contextlib.nullcontext():
-            return self._run(self._head, batch, self._passes)
+            return self._run(self._head, batch, self._passes, with_top=with_top)
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Logprobs of the trained tokens, [B, T] with gradient; 0 outside the mask."""
@@ -125,19 +131,23 @@ class Policy:
                 return self._run(self._head, batch, self._passes).logprobs
         return self._run(self._reference_head, batch, self._reference_passes).logprobs
 
-    def _run(self, head: OutputHead, batch: MicroBatch, run: Run) -> PolicyOutput:
+    def _run(self, head: OutputHead, batch: MicroBatch, run: Run, *, with_top: bool = False) -> PolicyOutput:
         targets = Targets(token_ids=batch.targets, temperatures=batch.temperatures, kept=batch.kept)
+        top, chunk_tokens = batch.teacher_top if with_top else None, self._chunk_tokens
 
-        def ask() -> tuple[Tensor, Tensor]:
+        def ask() -> tuple[Tensor, Tensor, Tensor | None]:
             states = head.states(batch.input_ids, self._mask(batch), batch.position_ids)  # [R, L, H]
             states = states.flatten(0, 1)[batch.state_index]  # [M, H]
-            return chunked_logprobs(
-                states, targets, head.project, chunk_tokens=self._chunk_tokens, is_trained=head.is_trained
+            if top is not None:
+                return chunked_logprobs_with_top(states, targets, top, head.project, chunk_tokens=chunk_tokens)
+            of_tokens = chunked_logprobs(
+                states, targets, head.project, chunk_tokens=chunk_tokens, is_trained=head.is_trained
             )
+            return *of_tokens, None
 
         with self._precision():
-            logprobs, entropies = run(ask)
-        return PolicyOutput(logprobs=_scatter(logprobs, batch), entropies=_scatter(entropies, batch))
+            logprobs, entropies, of_top = run(ask)
+        return PolicyOutput(logprobs=batch.scatter(logprobs), entropies=batch.scatter(entropies), top=of_top)
 
     def _mask(self, batch: MicroBatch) -> Tensor | PackedMask | None:
         if batch.segments is None:
@@ -195,9 +205,3 @@ def _causal_model(model: CausalModel) -> PreTrainedModel:
     inner = model.get_base_model()
     assert isinstance(inner, PreTrainedModel)
     return inner
-
-
-def _scatter(values: Tensor, batch: MicroBatch) -> Tensor:
-    """Values of the M trained tokens at their places, [B, T], 0 elsewhere."""
-    flat = values.new_zeros(batch.mask.numel())
-    return flat.index_put((batch.token_index,), values).view(batch.mask.shape)

@@ -47,7 +47,7 @@ def chunked_logprobs(
     ask = _chunk if is_trained or not torch.is_grad_enabled() else _frozen_chunk
     for start in range(0, len(states), chunk_tokens):
         rows = slice(start, min(start + chunk_tokens, len(states)))
-        arguments = (states[rows], targets.token_ids[rows], targets.temperatures[rows], _kept_of(targets.kept, rows))
+        arguments = (states[rows], targets.token_ids[rows], targets.temperatures[rows], kept_of(targets.kept, rows))
         # The backward pass begins with the last chunk: as long as it is kept, no other exists.
         if torch.is_grad_enabled() and is_trained and rows.stop < len(states):
             parts.append(checkpoint(ask, project, *arguments, use_reentrant=False))
@@ -63,8 +63,15 @@ def _chunk(
     temperatures: Tensor,
     kept: KeptTokens | None,
 ) -> tuple[Tensor, Tensor]:
+    return token_logprobs(project(states), token_ids, temperatures, kept)
+
+
+def token_logprobs(
+    logits: Tensor, token_ids: Tensor, temperatures: Tensor, kept: KeptTokens | None
+) -> tuple[Tensor, Tensor]:
+    """Of logits [m, V] as the output layer gives them. See `chunked_logprobs`."""
     found: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        project(states), token_ids, temperatures, kept
+        logits, token_ids, temperatures, kept
     )
     return found
 
@@ -112,7 +119,7 @@ class _TokenLogprobs(torch.autograd.Function):
         shifted = logits / temperatures  # [m, V]
         chosen = shifted.gather(1, token_ids[:, None])
         if kept is not None:
-            shifted = _limit(shifted, kept)
+            shifted = limit_to_kept(shifted, kept)
         largest = shifted.amax(dim=1, keepdim=True)
         masses = shifted.sub_(largest).exp()  # p times total
         total = masses.sum(dim=1, keepdim=True)
@@ -132,7 +139,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return gradient.to(ctx.dtype), None, None, None
 
 
-def _limit(logits: Tensor, kept: KeptTokens) -> Tensor:
+def limit_to_kept(logits: Tensor, kept: KeptTokens) -> Tensor:
     """Logits [m, V] with the lowest finite number where an id could not be drawn.
 
     Its probability is 0 as with -inf, but 0 times it is 0 and not NaN.
@@ -142,7 +149,7 @@ def _limit(logits: Tensor, kept: KeptTokens) -> Tensor:
     return logits.masked_fill(kept.is_limited[:, None] & ~is_kept, torch.finfo(logits.dtype).min)
 
 
-def _kept_of(kept: KeptTokens | None, rows: slice) -> KeptTokens | None:
+def kept_of(kept: KeptTokens | None, rows: slice) -> KeptTokens | None:
     """The part of `kept` that belongs to a chunk; `kept.rows` ascends."""
     if kept is None:
         return None

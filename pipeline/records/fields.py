@@ -77,6 +77,8 @@ _LEARNING = (
     _field("entropy", "nats", "mean over tokens", "falls slowly; near 0 the policy explores no more"),
     _field("kl", "nats", "divergence from the initial policy; 0 without kl_coef", "grows slowly"),
     _field("teacher_kl", "nats", "divergence from the teacher, at its tokens; 0 without distillation_coef", "falls"),
+    _field("teacher_jsd", "nats", "Jensen-Shannon divergence from teachers; 0 without jsd_coef", "falls"),
+    _field("teacher_top_mass", "0 to 1", "of the teachers' probability, on the top_k ids they send", "above 0.95"),
 )
 _MISMATCH = (
     _field("importance_ratio_mean", "", "trainer's over generator's probability", "0.9 to 1.1"),
@@ -93,7 +95,7 @@ _MISMATCH = (
     _field("nonfinite_tokens", "tokens", "masked because a number was impossible", "0"),
     _field("unreplayed_tokens", "tokens", "cut by top-p or top-k without a mask to replay", "0"),
     _field("unrouted_tokens", "tokens", "trained without a record of the experts to replay", "0"),
-    _field("untaught_tokens", "tokens", "of which no teacher has said anything, with distillation_coef", "0"),
+    _field("untaught_tokens", "tokens", "of which no teacher has said anything, with one to learn from", "0"),
 )
 _BY_AGE = tuple(
     _field(

@@ -35,6 +35,8 @@ _GAUGES = (
     "entropy",
     "kl",
     "teacher_kl",
+    "teacher_jsd",
+    "teacher_top_mass",
     "effective_sample_size",
     "completion_length_mean",
     "importance_ratio_mean",

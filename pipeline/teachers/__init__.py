@@ -1,12 +1,14 @@
-"""Teachers: models whose logprobs of the sampled tokens the policy is to come near.
+"""Teachers: models whose logprobs the policy is to come near.
 
-In: rollouts. Out: for each completion the logprob of every token, [T], at the temperature it was drawn
-with. A teacher is a model in this process or behind a server; it is never trained and never samples.
+In: rollouts. Out: for each completion the logprob of every token, [T], at the temperature it was drawn with,
+and where that is asked for those of the likeliest ids. A teacher is a model in this process or behind a
+server; it is never trained and never samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +16,16 @@ import numpy as np
 from pipeline.config import Config, TeacherSettings
 from pipeline.engines.together import together
 from pipeline.errors import MessageError
-from pipeline.messages import Floats, RolloutGroup
+from pipeline.messages import Floats, RolloutGroup, TopLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lesson:
+    """What is said of a completion. logprobs: [T], -inf where a token has no chance. top: of each teacher that
+    is asked for more."""
+
+    logprobs: Floats
+    top: tuple[TopLogprobs, ...] = ()
 
 
 class Teacher(Protocol):
@@ -26,8 +37,8 @@ class Teacher(Protocol):
     async def away(self) -> str:
         """Why its server cannot be reached; empty where it can, or there is none."""
 
-    def logprobs(self, rollout: RolloutGroup) -> Coroutine[Any, Any, list[Floats]]:
-        """Of each completion [T]; -inf where a token has no chance. Raises MessageError, ScoringError."""
+    def lessons(self, rollout: RolloutGroup) -> Coroutine[Any, Any, list[Lesson]]:
+        """On each completion. Raises MessageError, ScoringError."""
 
     async def close(self) -> None:
         """Let everything go. Safe to call twice."""
@@ -37,7 +48,7 @@ class Teachers:
     """The teachers of a run, each row taught by its own or by all.
 
     Where several teach a row, their logprobs are averaged by weight: the policy's divergence from that
-    average is the weighted mean of its divergences from each.
+    average is the weighted mean of its divergences from each. Their likeliest ids stay apart, each with its weight.
     """
 
     def __init__(self, config: Config) -> None:
@@ -77,13 +88,21 @@ class Teachers:
             )
         return [name]
 
-    async def logprobs(self, rollout: RolloutGroup) -> list[Floats] | None:
-        """Of each completion [T]; None where nobody teaches the row. Raises MessageError, ScoringError."""
+    async def lessons(self, rollout: RolloutGroup) -> list[Lesson] | None:
+        """On each completion; None where nobody teaches the row. Raises MessageError, ScoringError."""
         names = self.names_for(rollout)
         if not names:
             return None
-        said = await together(self._teachers[name].logprobs(rollout) for name in names)
-        return average(said, [self._settings[name].weight for name in names])
+        said = await together(self._teachers[name].lessons(rollout) for name in names)
+        weights = [self._settings[name].weight for name in names]
+        logprobs = average([[lesson.logprobs for lesson in lessons] for lessons in said], weights)
+        top = [
+            tuple(
+                replace(item, weight=weight) for one, weight in zip(lessons, weights, strict=True) for item in one.top
+            )
+            for lessons in zip(*said, strict=True)
+        ]
+        return [Lesson(logprobs=values, top=items) for values, items in zip(logprobs, top, strict=True)]
 
 
 def average(said: Sequence[Sequence[Floats]], weights: Sequence[float]) -> list[Floats]:

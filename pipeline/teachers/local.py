@@ -1,7 +1,7 @@
 """A teacher in this process: a causal language model of transformers.
 
-In: rollouts. Out: logprobs of their tokens as they were generated, at their temperature and over the ids
-that could be drawn. One group is in work at a time, in a thread of its own.
+In: rollouts. Out: logprobs of their tokens as they were generated, and of the likeliest ids, at their
+temperature and over the ids that could be drawn. One group is in work at a time, in a thread of its own.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pipeline.batching import kept_tokens
 from pipeline.config import Config, LoraSettings, ModelSettings, TeacherSettings
 from pipeline.errors import MessageError
-from pipeline.messages import Completion, Floats, RolloutGroup, TokenIds
+from pipeline.messages import Completion, RolloutGroup, TokenIds, TopLogprobs
 from pipeline.models.files import naming
 from pipeline.models.loading import (
     context_length,
@@ -30,6 +31,8 @@ from pipeline.models.loading import (
 from pipeline.packing import padded_batches
 from pipeline.policy.logprobs import Targets, chunked_logprobs
 from pipeline.policy.output_head import OutputHead, find_output_head
+from pipeline.policy.top_logprobs import chunked_top_logprobs
+from pipeline.teachers import Lesson
 from pipeline.teachers.vocabulary import check_size, check_vocabulary
 
 if TYPE_CHECKING:
@@ -57,10 +60,10 @@ class LocalTeacher:
         """It is here."""
         return ""
 
-    async def logprobs(self, rollout: RolloutGroup) -> list[Floats]:
+    async def lessons(self, rollout: RolloutGroup) -> list[Lesson]:
         """See `Teacher`."""
         async with self._one_at_a_time:
-            return await asyncio.to_thread(self._logprobs, rollout)
+            return await asyncio.to_thread(self._lessons, rollout)
 
     async def close(self) -> None:
         """Forget the model."""
@@ -90,16 +93,16 @@ class LocalTeacher:
         self._head = find_output_head(teacher)
 
     @torch.inference_mode()
-    def _logprobs(self, rollout: RolloutGroup) -> list[Floats]:
+    def _lessons(self, rollout: RolloutGroup) -> list[Lesson]:
         self._check(rollout)
-        found: dict[int, Floats] = {}
+        found: dict[int, Lesson] = {}
         prompt = rollout.prompt.prompt_token_ids
         for rows in padded_batches(
             [len(prompt) + len(item) for item in rollout.completions], self._settings.batch_tokens
         ):
             chosen = [rollout.completions[row] for row in rows]
-            values = self._of_batch(prompt, chosen, rollout.prompt.sampling.temperature)
-            found |= dict(zip(rows, values, strict=True))
+            lessons = self._of_batch(prompt, chosen, rollout.prompt.sampling.temperature)
+            found |= dict(zip(rows, lessons, strict=True))
         return [found[row] for row in range(len(rollout.completions))]
 
     def _check(self, rollout: RolloutGroup) -> None:
@@ -119,7 +122,7 @@ class LocalTeacher:
                 f"{self._settings.model!r} is {self._context}"
             )
 
-    def _of_batch(self, prompt: TokenIds, completions: Sequence[Completion], temperature: float) -> list[Floats]:
+    def _of_batch(self, prompt: TokenIds, completions: Sequence[Completion], temperature: float) -> list[Lesson]:
         assert self._head is not None, "started"
         lengths = [len(item) for item in completions]
         width = len(prompt) + max(lengths)
@@ -138,12 +141,29 @@ class LocalTeacher:
             temperatures=torch.full((len(places),), temperature, device=self._device),
             kept=kept.to(self._device) if kept is not None else None,
         )
-        logprobs, _ = chunked_logprobs(states, targets, self._head.project, chunk_tokens=self._chunk_tokens)
-        parts = np.split(logprobs.float().cpu().numpy(), np.cumsum(lengths)[:-1])
-        return [np.ascontiguousarray(part, dtype=np.float32) for part in parts]
+        return self._asked(states, targets, lengths)
+
+    def _asked(self, states: Tensor, targets: Targets, lengths: Sequence[int]) -> list[Lesson]:
+        """states: [M, H], of all tokens of completions of these lengths."""
+        assert self._head is not None, "started"
+        project, chunk_tokens, top_k = self._head.project, self._chunk_tokens, self._settings.top_k
+        if not top_k:
+            logprobs, _ = chunked_logprobs(states, targets, project, chunk_tokens=chunk_tokens)
+            return [Lesson(logprobs=part) for part in _parts(logprobs.float(), lengths)]
+        logprobs, ids, top = chunked_top_logprobs(states, targets, project, chunk_tokens=chunk_tokens, top_k=top_k)
+        parts = zip(*(_parts(values, lengths) for values in (logprobs.float(), ids.int(), top.float())), strict=True)
+        return [
+            Lesson(logprobs=values, top=(TopLogprobs(token_ids=numbers.astype(np.uint32), logprobs=likeliest),))
+            for values, numbers, likeliest in parts
+        ]
 
     def _tensor(self, values: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+def _parts(values: Tensor, lengths: Sequence[int]) -> list[npt.NDArray[Any]]:
+    """Of each completion."""
+    return [np.ascontiguousarray(part) for part in np.split(values.cpu().numpy(), np.cumsum(lengths)[:-1])]
 
 
 def _ids_of(rollout: RolloutGroup) -> list[TokenIds]:

@@ -1,12 +1,12 @@
 """A teacher behind a vLLM server: logprobs of a prompt, which has the completion at its end.
 
-In: rollouts, as token ids. Out: logprobs of their tokens. Such servers tell them at temperature 1 and
-over the whole vocabulary, and so only a run that samples like this can have one.
+In: rollouts, as token ids. Out: logprobs of their tokens, and of the likeliest ids. Such servers tell them
+at temperature 1 and over the whole vocabulary, and so only a run that samples like this can have one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,8 @@ from pipeline.config import Config, TeacherSettings
 from pipeline.engines.openai_asker import Asker
 from pipeline.engines.together import together
 from pipeline.errors import ScoringError
-from pipeline.messages import Floats, RolloutGroup
+from pipeline.messages import RolloutGroup, TopLogprobs
+from pipeline.teachers import Lesson
 from pipeline.teachers.vocabulary import check_remote
 
 _NO_LOGPROB = -9999.0  # what the server writes for minus infinity
@@ -26,6 +27,7 @@ class RemoteTeacher:
 
     def __init__(self, config: Config, settings: TeacherSettings, setting: str) -> None:
         self._config = config
+        self._settings = settings
         self._setting = setting
         self._asker = Asker(settings, setting)
 
@@ -38,7 +40,7 @@ class RemoteTeacher:
         """See `Teacher`."""
         return await self._asker.away()
 
-    async def logprobs(self, rollout: RolloutGroup) -> list[Floats]:
+    async def lessons(self, rollout: RolloutGroup) -> list[Lesson]:
         """See `Teacher`. One request for each completion."""
         prompt = rollout.prompt.prompt_token_ids.tolist()
         return await together(self._of(prompt, item.token_ids.tolist()) for item in rollout.completions)
@@ -47,23 +49,33 @@ class RemoteTeacher:
         """Break off what is under way."""
         await self._asker.close()
 
-    async def _of(self, prompt: list[int], completion: list[int]) -> Floats:
+    async def _of(self, prompt: list[int], completion: list[int]) -> Lesson:
         # The one token that it has to draw costs one step; 0 asks for the logprobs of the prompt's own tokens alone.
-        body = {"prompt": [*prompt, *completion], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        top_k = self._settings.top_k
+        body = {"prompt": [*prompt, *completion], "max_tokens": 1, "temperature": 0, "prompt_logprobs": top_k}
         answer = await self._asker.post("/v1/completions", body)
         try:
-            found = answer["choices"][0]["prompt_logprobs"]
-            return np.array(
-                [_logprob(found[len(prompt) + index], token) for index, token in enumerate(completion)],
-                dtype=np.float32,
+            found = answer["choices"][0]["prompt_logprobs"][len(prompt) : len(prompt) + len(completion)]
+            logprobs = np.array(
+                [_logprob(entry[str(token)]) for entry, token in zip(found, completion, strict=True)], dtype=np.float32
             )
+            return Lesson(logprobs=logprobs, top=(_top_of(found, top_k),) if top_k else ())
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ScoringError(
-                f"{self._setting}: the server gave no logprob for every token of the prompt ({error!r}); "
-                "a vLLM server does"
+                f"{self._setting}: the server gave no logprob for every token of the prompt"
+                f"{f', or not those of its {top_k} likeliest ids' if top_k else ''} ({error!r}); a vLLM server does"
             ) from error
 
 
-def _logprob(entry: Mapping[str, Any], token: int) -> float:
-    value = float(entry[str(token)]["logprob"])
+def _top_of(found: Sequence[Mapping[str, Any]], top_k: int) -> TopLogprobs:
+    """The prompt's own token comes with them, and need not be one."""
+    rows = [
+        sorted(((_logprob(said), int(token)) for token, said in entry.items()), reverse=True)[:top_k] for entry in found
+    ]
+    values = np.array(rows, dtype=np.float64).reshape(len(found), top_k, 2)
+    return TopLogprobs(token_ids=values[..., 1].astype(np.uint32), logprobs=values[..., 0].astype(np.float32))
+
+
+def _logprob(said: Mapping[str, Any]) -> float:
+    value = float(said["logprob"])
     return float("-inf") if value <= _NO_LOGPROB else value

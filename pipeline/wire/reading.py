@@ -30,6 +30,7 @@ from pipeline.messages import (
     SamplingParams,
     Score,
     ScoredGroup,
+    TopLogprobs,
     UnfinishedCompletion,
     VersionSpan,
     expert_dtype,
@@ -241,6 +242,8 @@ def _read_scored(fields: Fields, max_bytes: int) -> ScoredGroup:
             ("teacher_logprobs", score.teacher_logprobs),
         ):
             require(values is None or len(values) == len(completion), f"{name} and token_ids differ in length")
+        for top in score.teacher_top:
+            require(len(top.token_ids) == len(completion), "teacher_top and token_ids differ in length")
     return ScoredGroup(
         rollout=rollout, scores=scores, scorer=typed(fields["scorer"], str, "scorer"), hops=_hops(fields)
     )
@@ -253,7 +256,23 @@ def _read_score(fields: Fields) -> Score:
         parts=tuple(_read_part(*item) for item in list_of(fields, "parts")),
         token_rewards=_optional_floats(fields["token_rewards"], "token_rewards"),
         teacher_logprobs=_optional_floats(fields["teacher_logprobs"], "teacher_logprobs"),
+        teacher_top=tuple(_read_top(item) for item in typed(fields.get("teacher_top", []), list, "teacher_top")),
     )
+
+
+def _read_top(value: object) -> TopLogprobs:
+    ids, logprobs, top_k, weight = typed(value, list, "teacher_top")
+    width, top_weight = typed(top_k, int, "teacher_top"), number(weight, "teacher_top weight")
+    token_ids, values = array_of(ids, U32, "teacher_top"), array_of(logprobs, F32, "teacher_top")
+    is_whole = width > 0 and len(token_ids) == len(values) and len(values) % width == 0
+    require(is_whole, f"teacher_top has not {width} ids and logprobs for each token")
+    token_ids, values = token_ids.reshape(-1, width), values.reshape(-1, width)
+    ordered = np.sort(token_ids, axis=1)
+    require(bool((ordered[:, 1:] != ordered[:, :-1]).all()), "teacher_top names an id twice for one token")
+    # Not of NaN either. What is above 1 by less is rounding.
+    is_mass = bool((values < 0.01).all()) and bool((np.exp(values).sum(axis=1) < 1.01).all())
+    require(is_mass and top_weight > 0, "teacher_top holds no probabilities, or a weight that is not above 0")
+    return TopLogprobs(token_ids=token_ids, logprobs=values, weight=top_weight)
 
 
 def _read_part(name: object, value: object, outcome: object, problem: object = "") -> RewardResult:

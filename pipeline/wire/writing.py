@@ -22,6 +22,7 @@ from pipeline.messages import (
     RoutedExperts,
     Score,
     ScoredGroup,
+    TopLogprobs,
     UnfinishedCompletion,
     expert_dtype,
 )
@@ -125,7 +126,12 @@ def _score_body(score: Score) -> dict[str, Any]:
         "parts": [_part_body(part) for part in score.parts],
         "token_rewards": _optional_bytes_of(score.token_rewards),
         "teacher_logprobs": _optional_bytes_of(score.teacher_logprobs),
+        **({"teacher_top": [_top_body(top) for top in score.teacher_top]} if score.teacher_top else {}),
     }
+
+
+def _top_body(top: TopLogprobs) -> list[bytes | int | float]:
+    return [_bytes_of(top.token_ids, U32), _bytes_of(top.logprobs, F32), top.token_ids.shape[1], top.weight]
 
 
 def _part_body(part: RewardResult) -> list[object]:

@@ -41,6 +41,7 @@ NO_VALUES = {
     "training/Entropy and KL/0",
     "training/Entropy and KL/1",
     "training/Entropy and KL/2",
+    "training/Entropy and KL/3",
     "training/Importance ratio by age/0",
     "training/Importance weights/0",
     "training/Importance weights/1",
@@ -53,6 +54,7 @@ NO_VALUES = {
     "training/Mismatch KL/0",
     "training/Mismatch KL/1",
     "training/Mismatch KL/2",
+    "training/Teachers' probability on the ids they send/0",
 }
 
 

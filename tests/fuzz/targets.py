@@ -7,10 +7,12 @@ hash first, or no change to them would get past it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from pipeline.errors import MessageError, WeightError
-from pipeline.messages import PartialGroup, PromptGroup, RolloutGroup, ScoredGroup
+from pipeline.messages import PartialGroup, PromptGroup, RolloutGroup, ScoredGroup, TopLogprobs
 from pipeline.weights.codec import Encoder
 from pipeline.weights.manifest import decode_manifest
 from pipeline.weights.patches import decode_table
@@ -39,7 +41,7 @@ def targets() -> Mapping[str, Target]:
     messages = {
         "prompt": (PromptGroup, encode(prompt)),
         "rollout": (RolloutGroup, encode(make_rollout(prompt))),
-        "scored": (ScoredGroup, encode(make_scored(prompt, [1.0, None]))),
+        "scored": (ScoredGroup, encode(_with_top(make_scored(prompt, [1.0, None])))),
         "partial": (PartialGroup, encode(PartialGroup(prompt=prompt, finished={}, unfinished={}))),
     }
     encoder = Encoder(session=bytes(16), tile_bytes=16_384)
@@ -58,6 +60,13 @@ def targets() -> Mapping[str, Target]:
         **{name: Target(_message(kind), example) for name, (kind, example) in messages.items()},
         **{name: Target(_sealed(read), example[HASH_BYTES:]) for name, (read, example) in sealed.items()},
     }
+
+
+def _with_top(group: ScoredGroup) -> ScoredGroup:
+    length = len(group.rollout.completions[0])
+    ids, logprobs = np.tile(np.arange(3, dtype=np.uint32), (length, 1)), np.full((length, 3), -2, dtype=np.float32)
+    top = (TopLogprobs(token_ids=ids, logprobs=logprobs),)
+    return replace(group, scores=(replace(group.scores[0], teacher_top=top), *group.scores[1:]))
 
 
 def _message(kind: type[PromptGroup] | type[RolloutGroup] | type[ScoredGroup] | type[PartialGroup]) -> Reader:

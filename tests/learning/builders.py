@@ -26,6 +26,7 @@ from pipeline.messages import (
     SamplingParams,
     Score,
     ScoredGroup,
+    TopLogprobs,
     VersionSpan,
 )
 from pipeline.policy import Policy
@@ -77,6 +78,7 @@ class Row:
     routed_experts: RoutedExperts | None = None
     token_rewards: Sequence[float] | None = None
     teacher_logprobs: Sequence[float] | None = None
+    teacher_top: tuple[TopLogprobs, ...] = ()
 
 
 def make_group(
@@ -109,7 +111,7 @@ def make_group(
 def _score(row: Row) -> Score:
     tokens = None if row.token_rewards is None else np.array(row.token_rewards, dtype=np.float32)
     taught = None if row.teacher_logprobs is None else np.array(row.teacher_logprobs, dtype=np.float32)
-    return Score(reward=row.reward, token_rewards=tokens, teacher_logprobs=taught)
+    return Score(reward=row.reward, token_rewards=tokens, teacher_logprobs=taught, teacher_top=row.teacher_top)
 
 
 def _completion(row: Row) -> Completion:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,7 +18,7 @@ from pipeline.config.presets import PRESETS
 from pipeline.errors import ModelError
 from pipeline.learner import PolicyLearner
 from pipeline.learner.policy import PolicyLearner as OneRank
-from pipeline.messages import ScoredGroup
+from pipeline.messages import ScoredGroup, TopLogprobs
 from pipeline.models.weights import tensors_checksum
 from tests.learning.builders import Row, make_group, random_groups, tiny_llama
 from tests.learning.conftest import single_thread
@@ -90,6 +92,24 @@ def test_what_is_seen_of_the_whole_batch_is_gathered_from_both(
 ) -> None:
     metrics = assert_same_step(pair, config_of(model, trainer={"parallel": parallel}, **sections), GROUPS)
     assert metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("parallel", BOTH)
+def test_what_teachers_say_reaches_both_also_where_one_has_nobody_to_learn_from(
+    pair: Pair, model: Path, parallel: str
+) -> None:
+    """The first of two completions has a teacher, and each rank has one of them."""
+    top = TopLogprobs(
+        token_ids=np.array([[4, 7]] * 3, dtype=np.uint32), logprobs=np.full((3, 2), -1.0, dtype=np.float32)
+    )
+    taught = Row(token_ids=[4, 7, 5], reward=1.0, teacher_logprobs=[-1.0] * 3, teacher_top=(top,))
+    group = make_group([taught, Row(token_ids=[6, 8, 9], reward=0.0)])
+    algorithm = {"distillation_coef": 0.5, "jsd_coef": 1.0}
+    config = config_of(model, algorithm=algorithm, trainer={"parallel": parallel, "micro_batch_tokens": 1})
+    metrics = assert_same_step(pair, config, [group])
+    assert metrics["untaught_tokens"] == 3
+    assert metrics["teacher_jsd"] > 0
+    assert metrics["teacher_top_mass"] == pytest.approx(2 * math.exp(-1))
 
 
 @pytest.mark.parametrize("parallel", BOTH)

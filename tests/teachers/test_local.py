@@ -43,16 +43,28 @@ def rollout_of(*, temperature: float = 1.0, **columns: str) -> RolloutGroup:
     return replace(group, prompt=replace(group.prompt, columns=columns))
 
 
+def mask_of(kept: list[list[int]]) -> SamplingMask:
+    return SamplingMask(
+        kept_ids=np.array([number for row in kept for number in row], dtype=np.uint32),
+        num_kept=np.array([len(row) for row in kept], dtype=np.uint32),
+    )
+
+
 def plain(model: Path, ids: list[int], temperature: float, kept: list[list[int]] | None = None) -> np.ndarray:
     """By one forward pass of the whole model, token by token."""
+    return np.array([row[token] for row, token in zip(plain_rows(model, ids, temperature, kept), ids, strict=True)])
+
+
+def plain_rows(model: Path, ids: list[int], temperature: float, kept: list[list[int]] | None = None) -> np.ndarray:
+    """Of all ids, kept or not, [T, V]."""
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         logits = loaded(torch.tensor([[6, 7, 8, 9, *ids]])).logits[0].double() / temperature
     rows = []
-    for place, token in enumerate(ids):
+    for place in range(len(ids)):
         row = logits[3 + place]
         allowed = row if kept is None else row[torch.tensor(kept[place])]
-        rows.append(float(row[token] - allowed.logsumexp(0)))
+        rows.append((row - allowed.logsumexp(0)).numpy())
     return np.array(rows)
 
 
@@ -63,47 +75,75 @@ async def test_logprobs_are_those_of_a_plain_pass_at_the_temperature_of_the_samp
 ) -> None:
     teachers = Teachers(config_of(policy, {"model": str(model), "batch_tokens": batch_tokens}))
     await teachers.start()
-    said = await teachers.logprobs(rollout_of(temperature=temperature))
+    said = await teachers.lessons(rollout_of(temperature=temperature))
     assert said is not None
-    assert [values.dtype for values in said] == [np.float32] * 3
-    for values, ids in zip(said, IDS, strict=True):
-        np.testing.assert_allclose(values, plain(model, list(ids), temperature), atol=2e-5)
+    assert [lesson.logprobs.dtype for lesson in said] == [np.float32] * 3
+    for lesson, ids in zip(said, IDS, strict=True):
+        np.testing.assert_allclose(lesson.logprobs, plain(model, list(ids), temperature), atol=2e-5)
 
 
 async def test_where_ids_were_cut_off_the_teacher_is_renormalised_over_the_others(policy: Path, model: Path) -> None:
     kept = [[7, 9], [4, 9, 12], [4]]
-    mask = SamplingMask(
-        kept_ids=np.array([number for row in kept for number in row], dtype=np.uint32),
-        num_kept=np.array([len(row) for row in kept], dtype=np.uint32),
-    )
     rollout = rollout_of()
     first, *others = rollout.completions
-    rollout = replace(rollout, completions=(replace(first, sampling_mask=mask), *others))
+    rollout = replace(rollout, completions=(replace(first, sampling_mask=mask_of(kept)), *others))
     teachers = Teachers(config_of(policy, {"model": str(model)}))
     await teachers.start()
-    said = await teachers.logprobs(rollout)
+    said = await teachers.lessons(rollout)
     assert said is not None
-    np.testing.assert_allclose(said[0], plain(model, list(IDS[0]), 1.0, kept), atol=2e-5)
-    np.testing.assert_allclose(said[2], plain(model, list(IDS[2]), 1.0), atol=2e-5)
+    np.testing.assert_allclose(said[0].logprobs, plain(model, list(IDS[0]), 1.0, kept), atol=2e-5)
+    np.testing.assert_allclose(said[2].logprobs, plain(model, list(IDS[2]), 1.0), atol=2e-5)
+
+
+@pytest.mark.parametrize(("top_k", "batch_tokens"), [(3, 17), (10**6, 10_000)])
+async def test_the_likeliest_ids_are_those_of_a_plain_pass(
+    policy: Path, model: Path, top_k: int, batch_tokens: int
+) -> None:
+    kept = [[7, 9], [4, 9, 12], [4]]
+    rollout = rollout_of(temperature=0.6)
+    first, *others = rollout.completions
+    rollout = replace(rollout, completions=(replace(first, sampling_mask=mask_of(kept)), *others))
+    config = config_of(policy, {"model": str(model), "batch_tokens": batch_tokens, "top_k": top_k})
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"logprob_chunk_tokens": 2})})
+    teachers = Teachers(config)
+    await teachers.start()
+    said = await teachers.lessons(rollout)
+    assert said is not None
+    for lesson, ids, limits in zip(said, IDS, (kept, None, None), strict=True):
+        (top,) = lesson.top
+        expected = plain_rows(model, list(ids), 0.6, limits)
+        assert top.token_ids.shape == top.logprobs.shape == (len(ids), min(top_k, expected.shape[1]))
+        for place, row in enumerate(expected):
+            drawable = range(len(row)) if limits is None else limits[place]
+            likeliest = sorted(drawable, key=lambda token: -row[token])[:top_k]
+            num_there = len(likeliest)
+            assert top.token_ids[place, :num_there].tolist() == likeliest
+            np.testing.assert_allclose(top.logprobs[place, :num_there], row[likeliest], atol=2e-5)
+            assert (top.logprobs[place, num_there:] == -np.inf).all()
+        np.testing.assert_allclose(lesson.logprobs, expected[range(len(ids)), list(ids)], atol=2e-5)
 
 
 async def test_several_teachers_are_averaged_by_weight_or_chosen_by_a_column(policy: Path, model: Path) -> None:
-    two = ({"name": "own", "model": str(policy), "weight": 3.0}, {"name": "larger", "model": str(model)})
+    two = (
+        {"name": "own", "model": str(policy), "weight": 3.0, "top_k": 4},
+        {"name": "larger", "model": str(model), "top_k": 2},
+    )
     together = Teachers(config_of(policy, *two))
     chosen = Teachers(config_of(policy, *two, teacher_column="by"))
     for teachers in (together, chosen):
         await teachers.start()
     own, larger = plain(policy, list(IDS[0]), 1.0), plain(model, list(IDS[0]), 1.0)
-    said = await together.logprobs(rollout_of())
+    said = await together.lessons(rollout_of())
     assert said is not None
-    np.testing.assert_allclose(said[0], (3 * own + larger) / 4, atol=2e-5)
-    said = await chosen.logprobs(rollout_of(by="larger"))
+    np.testing.assert_allclose(said[0].logprobs, (3 * own + larger) / 4, atol=2e-5)
+    assert [(top.weight, top.logprobs.shape) for top in said[0].top] == [(3.0, (3, 4)), (1.0, (3, 2))]
+    said = await chosen.lessons(rollout_of(by="larger"))
     assert said is not None
-    np.testing.assert_allclose(said[0], larger, atol=2e-5)
-    assert await chosen.logprobs(rollout_of(by="")) is None
-    assert await chosen.logprobs(rollout_of()) is None
+    np.testing.assert_allclose(said[0].logprobs, larger, atol=2e-5)
+    assert await chosen.lessons(rollout_of(by="")) is None
+    assert await chosen.lessons(rollout_of()) is None
     with pytest.raises(MessageError, match=r"'by'.*'stranger'; there are: own, larger"):
-        await chosen.logprobs(rollout_of(by="stranger"))
+        await chosen.lessons(rollout_of(by="stranger"))
 
 
 def test_a_token_that_one_teacher_excludes_is_excluded_by_the_average() -> None:
@@ -116,9 +156,9 @@ async def test_groups_that_a_teacher_cannot_read_are_named(policy: Path, model: 
     await teacher.start()
     strange = make_group([Row(token_ids=[4, 999])], prompt=[5]).rollout
     with pytest.raises(MessageError, match=r"token 999.*scoring.teachers\[0\].model"):
-        await teacher.logprobs(strange)
+        await teacher.lessons(strange)
     with pytest.raises(MessageError, match=r"201 tokens.*is 128"):
-        await teacher.logprobs(make_group([Row(token_ids=[4] * 200)], prompt=[5]).rollout)
+        await teacher.lessons(make_group([Row(token_ids=[4] * 200)], prompt=[5]).rollout)
 
 
 @pytest.mark.parametrize(

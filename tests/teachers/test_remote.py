@@ -49,8 +49,10 @@ def config_of(policy: Path, url: str, **teacher: object) -> Config:
 
 
 def logprobs_of(body: dict[str, Any]) -> tuple[int, Any]:
-    """-0.01 times each id of the prompt, as vLLM writes it; the first token has none."""
-    entries = [{str(token): {"logprob": -token / 100, "rank": 1}} for token in body["prompt"][1:]]
+    """-0.01 times each id of the prompt, as vLLM writes it, before the ids 50, 51 ... at -1, -2 ... if these are asked
+    for; the first token has none."""
+    more = {str(50 + rank): {"logprob": -1.0 - rank, "rank": rank + 1} for rank in range(body["prompt_logprobs"])}
+    entries = [{str(token): {"logprob": -token / 100, "rank": 1}, **more} for token in body["prompt"][1:]]
     return 200, {"choices": [{"prompt_logprobs": [None, *entries]}]}
 
 
@@ -70,15 +72,43 @@ async def test_the_prompt_is_sent_as_ids_and_the_completions_logprobs_are_read(p
     with answering(honest(policy)) as server:
         teachers = Teachers(config_of(policy, server.url + "/v1/"))
         await teachers.start()
-        said = await teachers.logprobs(ROLLOUT)
+        said = await teachers.lessons(ROLLOUT)
         await teachers.close()
     assert said is not None
-    np.testing.assert_allclose(said[0], [-0.07, -0.09], rtol=1e-6)
-    np.testing.assert_allclose(said[1], [-0.05], rtol=1e-6)
+    assert said[0].top == ()
+    np.testing.assert_allclose(said[0].logprobs, [-0.07, -0.09], rtol=1e-6)
+    np.testing.assert_allclose(said[1].logprobs, [-0.05], rtol=1e-6)
     asked = [body for path, body in server.requests if path == "/v1/completions"]
     assert sorted(body["prompt"] for body in asked) == [[6, 8, 5], [6, 8, 7, 9]]
     assert {body["model"] for body in asked} == {"tiny"}
     assert set(server.keys) == {f"Bearer {KEY}"}
+
+
+async def test_the_likeliest_ids_are_asked_for_and_come_without_the_token_that_is_not_one(policy: Path) -> None:
+    def three_or_two(path: str, body: dict[str, Any], number: int) -> tuple[int, Any]:
+        status, answer = honest(policy)(path, body, number)
+        if path == "/v1/completions":
+            for entry in answer["choices"][0]["prompt_logprobs"][1:]:
+                if "9" in entry:
+                    entry["9"]["logprob"] = -9999.0
+                if "5" in entry:
+                    del entry["50"], entry["51"]
+        return status, answer
+
+    with answering(three_or_two) as server:
+        teachers = Teachers(config := config_of(policy, server.url, top_k=2))
+        await teachers.start()
+        work = TeachingWork(cast(WorkerContext, SimpleNamespace(config=config)), teachers)
+        (score,) = await work.scores_of(make_group([Row(token_ids=[7, 9])], prompt=[6, 8]))
+        assert {body["prompt_logprobs"] for path, body in server.requests if path == "/v1/completions"} == {2}
+        with pytest.raises(ScoringError, match="no logprob for every token of the prompt, or not those of its 2 like"):
+            await teachers.lessons(ROLLOUT)
+        await teachers.close()
+    (top,) = score.teacher_top
+    assert top.token_ids.tolist() == [[7, 50], [50, 51]]
+    np.testing.assert_allclose(top.logprobs, [[-0.07, -1.0], [-1.0, -2.0]], rtol=1e-6)
+    assert score.teacher_logprobs is not None
+    assert score.teacher_logprobs[1] == -np.inf
 
 
 async def test_what_may_pass_is_asked_again_and_what_will_not_is_not(policy: Path) -> None:
@@ -96,10 +126,10 @@ async def test_what_may_pass_is_asked_again_and_what_will_not_is_not(policy: Pat
         teachers = Teachers(config_of(policy, server.url))
         await teachers.start()
         with pytest.raises(ScoringError, match="it refused with 400: too long"):
-            await teachers.logprobs(ROLLOUT)
+            await teachers.lessons(ROLLOUT)
         first = make_group([Row(token_ids=[7, 9])], prompt=[6, 8]).rollout
         tried.clear()
-        assert await teachers.logprobs(first) is not None
+        assert await teachers.lessons(first) is not None
         await teachers.close()
     assert tried == {"[6, 8, 7, 9]": 3}
 
@@ -124,7 +154,7 @@ async def test_a_server_that_does_not_answer_as_it_should_fails_the_group(
         teachers = Teachers(config_of(policy, server.url, **timeout))
         await teachers.start()
         with pytest.raises(ScoringError, match=said) as caught:
-            await teachers.logprobs(ROLLOUT)
+            await teachers.lessons(ROLLOUT)
         await teachers.close()
     assert KEY not in str(caught.value)
 

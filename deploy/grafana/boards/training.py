@@ -120,6 +120,7 @@ _LEARNING = Row(
             Query(run_value("entropy"), "entropy"),
             Query(run_value("kl"), "KL"),
             Query(run_value("teacher_kl"), "KL to the teacher"),
+            Query(run_value("teacher_jsd"), "JSD to teachers"),
         ),
         graph(
             "Length of completions",
@@ -194,8 +195,14 @@ _OFF_POLICY = Row(
         ),
         graph(
             "Tokens without a teacher",
-            "Trained per second, with distillation_coef: 0 unless rows have none on purpose.",
+            "Trained per second, with distillation_coef or jsd_coef: 0 unless rows have none on purpose.",
             Query(total("untaught_tokens_total", TRAINER), "tokens"),
+        ),
+        graph(
+            "Teachers' probability on the ids they send",
+            "With jsd_coef. Below 0.95 much of a teacher is one bucket: raise its top_k.",
+            Query(run_value("teacher_top_mass"), "share"),
+            unit=RATIO,
         ),
     ),
 )
