@@ -65,6 +65,10 @@ class TrainerSettings(Section):
         "auto",
         description="Precision of forward and backward; master weights stay float32. auto: bfloat16 on GPU.",
     )
+    head_dtype: Literal["auto", "float32"] = Field(
+        "auto",
+        description="Precision of the output layer; float32 adds no rounding to logits where dtype is bfloat16.",
+    )
     num_threads: Threads = Field(0, description="CPU threads; 0 leaves it to torch, `up` divides the cores.")
     num_ranks: Count = Field(
         1,

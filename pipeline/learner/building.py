@@ -51,6 +51,7 @@ def build_policy(config: Config, world: World, *, on_loaded: Callable[[], None] 
         model,
         logprob_chunk_tokens=trainer.logprob_chunk_tokens,
         autocast=autocast,
+        float32_head=trainer.head_dtype == "float32",
         reference=reference,
         replay=replay,
         layout=layout,

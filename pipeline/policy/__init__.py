@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pipeline.batching import Layout, MicroBatch
+from pipeline.errors import ModelError
 from pipeline.models.routing import RoutingReplay
 from pipeline.policy.layout import choose_kernel, prove_layout
 from pipeline.policy.logprobs import Targets, chunked_logprobs
-from pipeline.policy.output_head import OutputHead, find_output_head
+from pipeline.policy.output_head import OutputHead, find_output_head, in_float32
 from pipeline.policy.packed_attention import PackedMask, packed_mask, use_packed_attention
 from pipeline.policy.top_logprobs import chunked_logprobs_with_top
 
@@ -52,7 +53,8 @@ class Policy:
     """A model and how to ask it for logprobs.
 
     logprob_chunk_tokens: tokens whose logits exist at once. autocast: precision of forward and
-    backward where it differs from the weights'. reference: frozen copy of the initial model; with an
+    backward where it differs from the weights'. float32_head: the output layer is computed in float32 all the
+    same. reference: frozen copy of the initial model; with an
     adapter it is not needed, since the model without the adapter is the initial one. replay: of the
     model's routers, where the generator's choice of experts is replayed. layout: wanted of micro-batches;
     what the model can be trusted with is `layout`, and micro-batches must be of that, or padded; is_proven:
@@ -65,6 +67,7 @@ class Policy:
         *,
         logprob_chunk_tokens: int,
         autocast: torch.dtype | None = None,
+        float32_head: bool = False,
         reference: PreTrainedModel | None = None,
         replay: RoutingReplay | None = None,
         layout: Layout = Layout.SHARED,
@@ -72,11 +75,13 @@ class Policy:
         run: Run = directly,
         run_reference: Run = directly,
     ) -> None:
+        """Raises ModelError: float32_head, and a model that has no output layer of its own."""
         self.model = model
         self._passes = run
         self._reference_passes = run_reference
         self._chunk_tokens = logprob_chunk_tokens
         self._autocast = autocast
+        self._float32_head = float32_head
         self._replay = replay
         quiet_dropout(model)
         causal = _causal_model(model)
@@ -162,12 +167,19 @@ class Policy:
     def _find_head(self, model: PreTrainedModel, run: Run) -> OutputHead:
         with torch.no_grad(), contextlib.nullcontext() if run is directly else self._precision():
             head: OutputHead = run(lambda: find_output_head(model))
-        if not head.is_chunked:
-            _log.warning(
-                "logits_not_chunked",
-                architecture=type(model).__name__,
-                consequence="memory grows with micro_batch_tokens x vocabulary; lower trainer.micro_batch_tokens",
+        if head.is_chunked:
+            return in_float32(head) if self._float32_head else head
+        if self._float32_head:
+            raise ModelError(
+                f"trainer.head_dtype = 'float32' needs an output layer that can be used by itself, and "
+                f"{type(model).__name__} does something of its own to its logits; set trainer.head_dtype = 'auto', or "
+                "trainer.dtype = 'float32'"
             )
+        _log.warning(
+            "logits_not_chunked",
+            architecture=type(model).__name__,
+            consequence="memory grows with micro_batch_tokens x vocabulary; lower trainer.micro_batch_tokens",
+        )
         return head
 
 

@@ -8,11 +8,12 @@ does something else is used whole: right, but with all logits in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from pipeline.policy.packed_attention import PackedMask
@@ -22,6 +23,10 @@ _PROBE_MAGNITUDE = 50.0
 _TOLERANCE = 1e-3
 
 
+def _identity(logits: Tensor) -> Tensor:
+    return logits
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OutputHead:
     """states: input_ids, attention_mask, position_ids, each [B, L] -> states [B, L, H].
@@ -29,13 +34,14 @@ class OutputHead:
     project: [m, H] -> logits [m, V]. Without position_ids they count from 0, which is right for rows that
     are padded on the right.
     is_chunked: False where the states are the logits themselves and `project` changes nothing.
-    layer: whose weights `project` needs.
+    layer, transform: `project` is the one after the other.
     """
 
     states: Callable[[Tensor, Tensor | PackedMask | None, Tensor | None], Tensor]
     project: Callable[[Tensor], Tensor]
     is_chunked: bool
     layer: nn.Module | None = None
+    transform: Callable[[Tensor], Tensor] = _identity
 
     @property
     def is_trained(self) -> bool:
@@ -53,9 +59,26 @@ def find_output_head(model: PreTrainedModel) -> OutputHead:
                 return head
     return OutputHead(
         states=partial(_logits, model),
-        project=lambda logits: logits,
+        project=_identity,
         is_chunked=False,
     )
+
+
+def in_float32(head: OutputHead) -> OutputHead:
+    """A chunkable head whose matrix product is made in float32, with states and weights as they are."""
+    layer = head.layer
+    assert layer is not None, "a head that is not chunked has no layer of its own"
+
+    def project(hidden: Tensor) -> Tensor:
+        weights = {name: _widened(weight) for name, weight in layer.named_parameters()}
+        with torch.autocast(hidden.device.type, enabled=False):
+            return head.transform(functional_call(layer, weights, (_widened(hidden),)))
+
+    return replace(head, project=project)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _parts(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Module | None]:
@@ -73,7 +96,13 @@ def _head(decoder: nn.Module, layer: nn.Module, transform: Callable[[Tensor], Te
         assert isinstance(hidden, Tensor)
         return hidden
 
-    return OutputHead(states=states, project=lambda hidden: transform(layer(hidden)), is_chunked=True, layer=layer)
+    return OutputHead(
+        states=states,
+        project=lambda hidden: transform(layer(hidden)),
+        is_chunked=True,
+        layer=layer,
+        transform=transform,
+    )
 
 
 def _logits(
@@ -99,7 +128,7 @@ def _transforms(model: PreTrainedModel) -> Iterator[Callable[[Tensor], Tensor]]:
         if isinstance(scale, int | float) and scale not in {0, 1}:
             yield partial(torch.mul, other=scale)  # Cohere, Falcon-H1
             yield partial(torch.div, other=scale)  # Granite
-    yield lambda logits: logits
+    yield _identity
 
 
 def _soft_cap(logits: Tensor, *, cap: float) -> Tensor:

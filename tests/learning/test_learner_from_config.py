@@ -202,6 +202,8 @@ def test_bfloat16_keeps_float32_weights_and_sends_bfloat16(model_dir: Path, tmp_
     assert {tensor.dtype for tensor in learner.export_weights(1).tensors.values()} == {"bfloat16"}
     assert metrics["loss"] == pytest.approx(expected["loss"], abs=0.05)
     assert metrics["loss"] != expected["loss"]
+    wide = policy_learner(make_config(model_dir, trainer={"dtype": "bfloat16", "head_dtype": "float32"}))
+    assert wide.step(GROUPS, trainer_version=0)["loss"] not in {metrics["loss"], expected["loss"]}
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16).state_dict()
     for name, value in learner.policy.model.state_dict().items():
         torch.testing.assert_close(saved[name], value.bfloat16(), rtol=0, atol=0)

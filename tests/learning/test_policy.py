@@ -20,8 +20,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from pipeline.batching import KeptTokens, MicroBatch, make_samples, pad, split
+from pipeline.batching import KeptTokens, Layout, MicroBatch, make_samples, pad, split
 from pipeline.config import StalenessSettings
+from pipeline.errors import ModelError
 from pipeline.messages import ScoredGroup
 from pipeline.policy import Policy
 from pipeline.policy.logprobs import Targets, chunked_logprobs
@@ -146,6 +147,36 @@ def test_gradient_is_that_of_a_softmax_over_the_ids_that_could_be_drawn(is_train
     )
 
 
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
+def test_an_output_layer_in_float32_adds_no_rounding_to_that_of_the_states(is_frozen: bool) -> None:
+    """Over float32 weights under autocast, and over frozen ones in bfloat16 as below an adapter."""
+    groups = random_groups(tiny_llama())
+    [batch] = micro_batches(groups)
+    model = tiny_llama().to(torch.bfloat16 if is_frozen else torch.float32)
+    model.lm_head.requires_grad_(not is_frozen)
+
+    wide, narrow = (
+        Policy(
+            model, logprob_chunk_tokens=4, autocast=torch.bfloat16, layout=Layout.PADDED, float32_head=is_wide
+        ).logprobs(batch)
+        for is_wide in (True, False)
+    )
+    wide.sum().backward()
+    found = gradients(model)
+    model.zero_grad()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        states = model.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).last_hidden_state
+    logits = states.float().flatten(0, 1)[batch.state_index] @ model.lm_head.weight.float().T
+    expected = logits.log_softmax(1)[torch.arange(len(logits)), batch.targets]
+    torch.testing.assert_close(wide[batch.mask], expected, rtol=0, atol=1e-5)
+    assert (narrow[batch.mask] - expected).abs().max() > 1e-3
+    expected.sum().backward()
+    assert found.keys() == gradients(model).keys()
+    if not is_frozen:
+        torch.testing.assert_close(found["lm_head.weight"], model.lm_head.weight.grad, rtol=1e-4, atol=1e-5)
+
+
 def test_entropy_is_that_of_the_sampled_distribution() -> None:
     model = tiny_llama()
     group = make_group([Row(token_ids=[4, 7])], temperature=0.7)
@@ -236,6 +267,8 @@ def test_model_with_an_unknown_twist_is_used_whole() -> None:
     logprobs = policy.logprobs(batch)
 
     assert not policy.is_chunked
+    with pytest.raises(ModelError, match=r"trainer\.head_dtype = 'float32' needs .* Twisted .* set trainer"):
+        Policy(model, logprob_chunk_tokens=3, float32_head=True)
     for row, mask, expected in zip(logprobs, batch.mask, expected_rows(model, groups), strict=True):
         torch.testing.assert_close(row[mask], expected)
 

@@ -193,9 +193,10 @@ def test_tied_embeddings_stay_one_tensor(pair: Pair, tmp_path: Path, parallel: s
     assert_same_step(pair, config, GROUPS)
 
 
-def test_bfloat16_on_two_ranks_is_near_that_on_one(pair: Pair, model: Path) -> None:
+@pytest.mark.parametrize("head_dtype", ["auto", "float32"])
+def test_bfloat16_on_two_ranks_is_near_that_on_one(pair: Pair, model: Path, head_dtype: str) -> None:
     """Layers are gathered in bfloat16; what is trained, and what is summed, is float32."""
-    config = config_of(model, trainer={"dtype": "bfloat16"})
+    config = config_of(model, trainer={"dtype": "bfloat16", "head_dtype": head_dtype})
     one = alone(config)
     expected = one.step(GROUPS, trainer_version=0)
     with pair.learner(config) as two:
