@@ -12,6 +12,7 @@ import tempfile
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +66,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests go one by one to whoever is free, but those of vLLM stay together: a module of them shares an engine.
+    """Tests go one by one to whoever is free, but those of a module that share something made once stay together.
 
-    Those of two ranks share the second.
+    Those of vLLM share an engine, and runs with it the memory.
     """
     from xdist.scheduler import LoadScopeScheduling
+
+    @cache
+    def shares(module: str) -> bool:
+        return 'scope="module"' in (config.rootpath / module).read_text(encoding="utf-8")
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             if nodeid.startswith("tests/vllm/"):
                 return "tests/vllm"
-            is_one = any(name in nodeid for name in ("test_vllm_run.py", "test_two_ranks.py"))
-            return nodeid.partition("::")[0] if is_one else nodeid
+            module = nodeid.partition("::")[0]
+            return module if shares(module) or module.endswith("test_vllm_run.py") else nodeid
 
     return Scheduling(config, log)
 

@@ -6,6 +6,7 @@ In: PromQL. Out: names of series, as text; nothing is evaluated.
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,15 @@ _NAME = re.compile(r"(?:[a-z_]+:)?rollstream_[a-z0-9_]+(?::[a-z0-9_]+)?")
 
 def rules(kind: str) -> list[dict[str, Any]]:
     """All rules with the key `kind`: `record` or `alert`."""
+    return [rule for rule in _all_rules() if kind in rule]
+
+
+@cache
+def _all_rules() -> tuple[dict[str, Any], ...]:
+    """Read once: hundreds of tests ask."""
     files = sorted((PROMETHEUS / "rules").glob("*.yml"))
     groups = [group for file in files for group in yaml.safe_load(file.read_text(encoding="utf-8"))["groups"]]
-    return [rule for group in groups for rule in group["rules"] if kind in rule]
+    return tuple(rule for group in groups for rule in group["rules"])
 
 
 def named(expression: str) -> set[str]:
