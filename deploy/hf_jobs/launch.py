@@ -1,4 +1,4 @@
-"""Starts a run on Hugging Face Jobs: trainer, generators and scorers as jobs of their own.
+"""Starts a run on Hugging Face Jobs: trainer, generators, scorers, teachers and judges as jobs of their own.
 
 In: a folder of addresses from `deploy.redis.users`, and where inputs, records and weights are. Out: jobs, and a line
 for each with its page; with --dry-run their specifications as JSON. No secret is ever printed.
@@ -21,7 +21,7 @@ from deploy.hf_jobs.specs import Job, Place, Plan, jobs, read_address
 from pipeline.errors import ConfigError, RollstreamError, ServiceUnavailableError
 from pipeline.keys import Keys
 
-_RUN_ROLES = ("trainer", "generator", "scorer")
+_RUN_ROLES = ("trainer", "generator", "scorer", "teacher", "judge")
 
 
 @click.command()
@@ -33,10 +33,14 @@ _RUN_ROLES = ("trainer", "generator", "scorer")
 @click.option("--secrets", "folder", required=True, type=click.Path(path_type=Path), help="Of deploy.redis.users.")
 @click.option("--generators", type=click.IntRange(min=0), default=1, show_default=True)
 @click.option("--scorers", type=click.IntRange(min=0), default=1, show_default=True)
+@click.option("--teachers", type=click.IntRange(min=0), default=0, show_default=True, help="Where the run has any.")
+@click.option("--judges", type=click.IntRange(min=0), default=0, show_default=True, help="Where the run has any.")
 @click.option("--trainer/--no-trainer", "has_trainer", default=True, help="Without: more workers for a run.")
 @click.option("--trainer-flavor", default="a100-large", show_default=True, metavar="FLAVOR")
 @click.option("--generator-flavor", default="a10g-small", show_default=True, metavar="FLAVOR")
 @click.option("--scorer-flavor", default="cpu-upgrade", show_default=True, metavar="FLAVOR")
+@click.option("--teacher-flavor", default="a10g-small", show_default=True, metavar="FLAVOR")
+@click.option("--judge-flavor", default="cpu-upgrade", show_default=True, metavar="FLAVOR")
 @click.option("--timeout", default="12h", show_default=True, help="Of every job.")
 @click.option("--namespace", metavar="NAME", help="Who pays; without it the owner of the token.")
 @click.option("--secret", "names", multiple=True, metavar="NAME", help="Variable of yours that jobs get, as a secret.")
@@ -51,10 +55,14 @@ def main(
     folder: Path,
     generators: int,
     scorers: int,
+    teachers: int,
+    judges: int,
     has_trainer: bool,
     trainer_flavor: str,
     generator_flavor: str,
     scorer_flavor: str,
+    teacher_flavor: str,
+    judge_flavor: str,
     timeout: str,
     namespace: str | None,
     names: tuple[str, ...],
@@ -62,14 +70,15 @@ def main(
     dry_run: bool,
 ) -> None:
     """Start a run on Hugging Face Jobs."""
+    flavors = (trainer_flavor, generator_flavor, scorer_flavor, teacher_flavor, judge_flavor)
     plan = Plan(
         run=Keys(run_name).run,
         image=image,
         input=Place.parse(input_, "--input"),
         records=Place.parse(records, "--records"),
         store=store,
-        counts={"trainer": int(has_trainer), "generator": generators, "scorer": scorers},
-        flavors={"trainer": trainer_flavor, "generator": generator_flavor, "scorer": scorer_flavor},
+        counts=dict(zip(_RUN_ROLES, (int(has_trainer), generators, scorers, teachers, judges), strict=True)),
+        flavors=dict(zip(_RUN_ROLES, flavors, strict=True)),
         timeout=timeout,
         settings=settings,
     )

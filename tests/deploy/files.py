@@ -19,7 +19,8 @@ DEPLOY = ROOT / "deploy"
 LEAVE_S = 20.0
 _VARIABLE = re.compile(r"\bROLLSTREAM_[A-Z0-9]+(?:__[A-Z0-9_]+)+")
 _COMMAND = re.compile(
-    r"(?:^|[\s=/\"'(])rollstream ((?:generator|scorer|trainer|exporter|status|drain|keys|config)\b[^\n|&;>#`)]*)"
+    r"(?:^|[\s=/\"'(])rollstream ((?:generator|scorer|teacher|judge|trainer|exporter|status|drain|keys|config)\b"
+    r"[^\n|&;>#`)]*)"
 )
 
 

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from importlib.metadata import distribution, packages_distributions, requires
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ SMALL = DEPLOY / "docker" / "requirements-small.txt"
 COMPOSE = DEPLOY / "compose"
 EXAMPLE = COMPOSE / "example" / "rollstream.toml"
 ROLES = ("generator", "scorer", "trainer", "exporter")
+MODELS = ("teacher", "judge")  # in runs that have them
 
 _SMALL_IMPORTS = """
 import json, sys
@@ -86,7 +88,7 @@ def test_what_is_copied_is_there_and_is_not_ignored() -> None:
     assert {"pipeline", "workers"} <= copied
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", [*ROLES, *MODELS])
 def test_an_image_runs_its_worker_where_it_can_be_reached_and_watched(role: str) -> None:
     entry, arguments = listed(role, "ENTRYPOINT"), listed(role, "CMD")
     assert entry == ["rollstream", role]
@@ -106,7 +108,7 @@ def test_an_image_runs_its_worker_where_it_can_be_reached_and_watched(role: str)
     assert exposed == {port} | weights
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", [*ROLES, *MODELS])
 def test_no_worker_is_root(role: str) -> None:
     chain = [role]
     while stages()[chain[-1]] in stages():
@@ -176,11 +178,11 @@ def normal(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def composed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """compose.yaml and its override for GPUs, as Docker Compose reads them."""
-    return compose(tmp_path_factory.mktemp("compose"), "compose.yaml")
+    """compose.yaml of a run with teachers and judges, as Docker Compose reads it."""
+    return compose(tmp_path_factory.mktemp("compose"), "compose.yaml", profiles=MODELS)
 
 
-def compose(folder: Path, *files: str) -> dict[str, Any]:
+def compose(folder: Path, *files: str, profiles: Sequence[str] = ()) -> dict[str, Any]:
     """The project, from a copy of the files with secrets beside them."""
     place = folder / "deploy" / "compose"
     place.mkdir(parents=True)
@@ -188,6 +190,7 @@ def compose(folder: Path, *files: str) -> dict[str, Any]:
     for file in files:
         (place / file).write_text((COMPOSE / file).read_text())
     words = [word for file in files for word in ("-f", str(place / file))]
+    words += [word for profile in profiles for word in ("--profile", profile)]
     done = subprocess.run(
         [program("docker-compose"), *words, "config", "--format", "json"], capture_output=True, text=True, check=False
     )
@@ -197,7 +200,7 @@ def compose(folder: Path, *files: str) -> dict[str, Any]:
 
 
 def test_every_service_of_ours_is_built_from_a_target_and_logs_in_as_its_role(composed: dict[str, Any]) -> None:
-    for role in ROLES:
+    for role in (*ROLES, *MODELS):
         service = composed["services"][role]
         assert service["build"]["target"] == role
         assert (Path(service["build"]["context"]) / service["build"]["dockerfile"]) == DOCKERFILE
@@ -205,15 +208,17 @@ def test_every_service_of_ours_is_built_from_a_target_and_logs_in_as_its_role(co
         assert f"redis://my-run.{role}:" in values["REDIS_URL"]
         assert values["REDIS_URL"].endswith("@valkey:6379/0")
         check_variables({**environment(role), **values})
-    assert {role for role in USERS if role in composed["services"]} == set(ROLES)
+    assert {role for role in USERS if role in composed["services"]} == {*ROLES, *MODELS}
+    assert {composed["services"][role]["environment"]["OPENAI_API_KEY"] for role in MODELS} == {""}
 
 
-def test_people_are_operators_and_are_started_by_nobody_else(
-    monkeypatch: pytest.MonkeyPatch, composed: dict[str, Any], tmp_path: Path
+def test_people_are_operators_and_are_started_by_nobody_else_as_are_teachers_and_judges(
+    composed: dict[str, Any], tmp_path: Path
 ) -> None:
     assert "operator" not in composed["services"]
-    monkeypatch.setenv("COMPOSE_PROFILES", "operator")
-    service = compose(tmp_path, "compose.yaml")["services"]["operator"]
+    services = compose(tmp_path, "compose.yaml", profiles=["operator"])["services"]
+    assert {role for role in USERS if role in services} == {*ROLES, "operator"}
+    service = services["operator"]
     assert "redis://my-run.operator:" in service["environment"]["REDIS_URL"]
     assert (service["image"], service["entrypoint"], service["restart"]) == (
         "rollstream-exporter",
@@ -224,7 +229,7 @@ def test_people_are_operators_and_are_started_by_nobody_else(
 
 def test_workers_have_time_to_drain_and_few_rights(composed: dict[str, Any]) -> None:
     patience_s = Config().worker.drain_timeout_s + LEAVE_S
-    for role in ROLES:
+    for role in (*ROLES, *MODELS):
         service = composed["services"][role]
         minutes, _, seconds = service["stop_grace_period"].rstrip("s").partition("m")
         assert int(minutes) * 60 + int(seconds) >= patience_s
@@ -256,13 +261,13 @@ def test_prometheus_and_grafana_find_each_other_where_their_files_say(composed: 
     assert targets == {"/boards": DEPLOY / "grafana"}
 
 
-def test_the_override_gives_trainer_and_generator_a_gpu_each(tmp_path: Path) -> None:
-    services = compose(tmp_path, "compose.yaml", "compose.gpu.yaml")["services"]
+def test_the_override_gives_trainer_generator_and_teacher_a_gpu_each(tmp_path: Path) -> None:
+    services = compose(tmp_path, "compose.yaml", "compose.gpu.yaml", profiles=["teacher"])["services"]
     devices = {
         role: services[role]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
-        for role in ("trainer", "generator")
+        for role in ("trainer", "generator", "teacher")
     }
-    assert devices == {"trainer": ["0"], "generator": ["1"]}
+    assert devices == {"trainer": ["0"], "generator": ["1"], "teacher": ["2"]}
     check_variables({**environment("generator"), **services["generator"]["environment"]})
     arguments = services["generator"]["build"]["args"]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

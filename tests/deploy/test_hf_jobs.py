@@ -21,6 +21,7 @@ from tests.deploy.servers import Users, make_users
 
 IMAGE = "registry.example.com/rollstream-{role}:0.1.0"
 SECRET = "of-the-store"
+ROLES = ("trainer", "generator", "scorer", "teacher", "judge")
 
 
 @dataclass
@@ -79,12 +80,12 @@ def launch(users: Users, *words: str, hub: Hub | None = None) -> subprocess.Comp
 
 
 def without_secrets(text: str, users: Users) -> bool:
-    passwords = {users.env(role).rpartition("@")[0].rpartition(":")[2] for role in ("trainer", "generator", "scorer")}
+    passwords = {users.env(role).rpartition("@")[0].rpartition(":")[2] for role in ROLES}
     return not any(secret in text for secret in {*passwords, SECRET, "hf_test"})
 
 
 def test_a_dry_run_shows_every_job_and_no_secret(users: Users) -> None:
-    done = launch(users, "--generators", "2", "--dry-run")
+    done = launch(users, "--generators", "2", "--teachers", "1", "--judges", "1", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert without_secrets(done.stdout + done.stderr, users)
     jobs = json.loads(done.stdout)
@@ -93,6 +94,8 @@ def test_a_dry_run_shows_every_job_and_no_secret(users: Users) -> None:
         "my-run-generator-0",
         "my-run-generator-1",
         "my-run-scorer-0",
+        "my-run-teacher-0",
+        "my-run-judge-0",
     ]
     assert {tuple(job["secrets"]) for job in jobs} == {("REDIS_URL", "STORE_KEY")}
     for job in jobs:

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from tests.answering import answering
 from tests.deploy.files import DEPLOY, ROOT
 from tests.deploy.servers import free_port
 from tests.deploy.test_containers import EXAMPLE
+from tests.integration.test_stages import by_length
 
 SCRIPT = DEPLOY / "slurm" / "rollstream.sbatch"
 STAND_IN = Path(__file__).with_name("stand_in_slurm.py")
@@ -121,20 +123,28 @@ def job(tmp_path: Path) -> Iterator[Job]:
     made.close()
 
 
-def test_a_job_whose_time_is_up_drains_and_the_next_one_ends_with_its_run(job: Job) -> None:
-    job.start()
+@pytest.fixture
+def judge() -> Iterator[str]:
+    """The setting of one behind a server."""
+    with answering(by_length) as server:
+        yield f"scoring.judges=[{{model='tiny',url='{server.url}'}}]"
+
+
+def test_a_job_whose_time_is_up_drains_and_the_next_one_ends_with_its_run(job: Job, judge: str) -> None:
+    job.start(judge, NUM_JUDGES="1")
     job.until_at_work()
     job.warn()
     assert job.ended() == 0, job.output
     assert (job.identity["ended"], job.identity["ledger"]["uncommitted"]) == (None, 0)
     done = sum('"groups"' in line for line in (job.run / "metrics.jsonl").read_text().splitlines())
-    job.start(f"trainer.max_steps={done + 1}", **TWO_NODES)
+    job.start(f"trainer.max_steps={done + 1}", judge, NUM_JUDGES="1", **TWO_NODES)
     assert job.ended() == 0, job.output
     assert job.identity["ended"] == f"all {done + 1} steps are done"
     assert job.identity["ledger"]["trained"] == (done + 1) * 16
     logs = {path.name: path.read_text() for path in (job.run / "logs").iterdir()}
     lives = {name.partition("-")[0]: text.count('"event": "left"') for name, text in logs.items()}
-    assert lives == {"redis": 0, "exporter": 2, "scorer": 2, "trainer": 2, "generator": 3}, job.output
+    twice = dict.fromkeys(("exporter", "scorer", "judge", "trainer"), 2)
+    assert lives == {"redis": 0, "generator": 3, **twice}, job.output
     assert not list(job.run.glob("secrets*"))
 
 

@@ -72,7 +72,9 @@ def test_a_unit_starts_its_worker_as_its_user_and_lets_it_drain(unit: Path) -> N
     program, *words = shlex.split(start)
     assert (program, words[0]) == ("/opt/rollstream/.venv/bin/rollstream", role)
     check_command(words)
-    assert values(unit, "EnvironmentFile") == [f"/etc/rollstream/users/{role}.env"]
+    own, *optional = values(unit, "EnvironmentFile")
+    assert own == f"/etc/rollstream/users/{role}.env"
+    assert optional == (["-/etc/rollstream/models.env"] if role in {"teacher", "judge"} else [])
     assert role in USERS
     (stop_s,) = values(unit, "TimeoutStopSec")
     assert float(stop_s) >= Config().worker.drain_timeout_s + LEAVE_S
