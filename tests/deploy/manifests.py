@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import yaml
 
 from tests.deploy.files import DEPLOY
 from tests.deploy.servers import make_users
-from tests.deploy.test_containers import ROLES, environment
+from tests.deploy.test_containers import MODELS, ROLES, environment
 from tests.deploy.test_files import program
 
 KUBERNETES = DEPLOY / "kubernetes"
@@ -24,10 +24,13 @@ RUN = "my-run"
 Manifest = dict[str, Any]
 
 
-def rendered(overlay: str, folder: Path) -> list[Manifest]:
-    """What an overlay makes."""
+def rendered(overlay: str, folder: Path, *components: str, run: str = RUN) -> list[Manifest]:
+    """What an overlay makes, with more components. run: the name in its base."""
     place = folder / "kubernetes"
     shutil.copytree(KUBERNETES, place, ignore=shutil.ignore_patterns("*.env", "*.key", "users.acl", "__pycache__"))
+    _add(place / "overlays" / overlay / "kustomization.yaml", components)
+    base = place / "base" / "kustomization.yaml"
+    base.write_text(base.read_text().replace(f"instance: {RUN}", f"instance: {run}"))
     _make_users_beside(place / "secrets")
     path = f"{Path(program('rollstream')).parent}:/usr/bin:/bin"
     subprocess.run([place / "secrets" / "weight-keys.sh"], check=True, env={"PATH": path})
@@ -35,6 +38,16 @@ def rendered(overlay: str, folder: Path) -> list[Manifest]:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
+
+
+def _add(file: Path, components: Sequence[str]) -> None:
+    """As a person does who takes away what is before the lines that name them."""
+    text = file.read_text()
+    for component in components:
+        line = f"- ../../components/{component}\n"
+        assert f"# {line}" in text
+        text = text.replace(f"# {line}", line)
+    file.write_text(text)
 
 
 def _make_users_beside(folder: Path) -> None:
@@ -57,7 +70,7 @@ def pods(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
 def workers(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest, Manifest]]:
     """Role, pod and container of each worker."""
     for name, template in pods(manifests):
-        if name in ROLES:
+        if name in {*ROLES, *MODELS}:
             (container,) = template["spec"]["containers"]
             yield name, template, container
 
@@ -70,6 +83,8 @@ def container_environment(role: str, container: Manifest, manifests: list[Manife
         source = item.get("valueFrom", {})
         if "fieldRef" in source:
             values[item["name"]] = fields[source["fieldRef"]["fieldPath"]]
+        elif source.get("secretKeyRef", {}).get("optional"):
+            continue
         elif "secretKeyRef" in source:
             values[item["name"]] = secret(manifests, source["secretKeyRef"]["name"])[source["secretKeyRef"]["key"]]
         else:

@@ -12,7 +12,7 @@ import yaml
 from deploy.kubernetes.build import files
 from pipeline.config import Config
 from pipeline.embedded import find_server
-from pipeline.keys import CONSUMER_GROUP, Keys, Stream
+from pipeline.keys import CONSUMER_GROUP, TAKEN_BY, Keys
 from pipeline.settings.files import load_config
 from pipeline.weights.security import check_public_key, read_keys
 from tests.deploy.files import DEPLOY, LEAVE_S, check_command
@@ -30,23 +30,29 @@ from tests.deploy.manifests import (
     workers,
 )
 from tests.deploy.servers import make_users, on_socket, serving
-from tests.deploy.test_containers import ROLES
+from tests.deploy.test_containers import MODELS, ROLES
 from tests.deploy.test_files import program
 
 NAMESPACE = "rollstream"
 VERSIONS = ("1.30.0", "1.37.0")
 
 
-@pytest.fixture(scope="module", params=["local", "gpu"])
+WITH_MODELS = ("gpu", "teachers", "keda-teachers", "judges", "keda-judges")
+
+
+@pytest.fixture(scope="module", params=[("local",), ("gpu",), WITH_MODELS], ids=["local", "gpu", "models"])
 def manifests(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Manifest]:
     """What an overlay makes, with users and keys made as the README says."""
-    return rendered(str(request.param), tmp_path_factory.mktemp("kubernetes"))
+    if request.param == WITH_MODELS:
+        return list(request.getfixturevalue("gpu"))
+    return rendered(*request.param, tmp_path_factory.mktemp("kubernetes"))
 
 
 @pytest.fixture(scope="module")
 def gpu(tmp_path_factory: pytest.TempPathFactory) -> list[Manifest]:
     """The overlay with everything."""
-    return rendered("gpu", tmp_path_factory.mktemp("kubernetes"))
+    overlay, *components = WITH_MODELS
+    return rendered(overlay, tmp_path_factory.mktemp("kubernetes"), *components)
 
 
 def test_what_is_repeated_is_as_it_stands_elsewhere() -> None:
@@ -73,7 +79,7 @@ def test_workers_start_with_settings_that_load(manifests: list[Manifest], tmp_pa
     file = tmp_path / "rollstream.toml"
     file.write_text(settings[file.name])
     found = list(workers(manifests))
-    assert {role for role, _, _ in found} == set(ROLES)
+    assert {role for role, _, _ in found} - set(ROLES) in (set(), set(MODELS))
     for role, template, container in found:
         check_command([role, *container["args"]])
         config = load_config([file], environ=container_environment(role, container, manifests))
@@ -133,7 +139,7 @@ def test_what_pods_refer_to_is_there(manifests: list[Manifest]) -> None:
             ("Secret", item["valueFrom"]["secretKeyRef"]["name"])
             for box in spec["containers"]
             for item in box.get("env", [])
-            if "secretKeyRef" in item.get("valueFrom", {})
+            if "secretKeyRef" in item.get("valueFrom", {}) and not item["valueFrom"]["secretKeyRef"].get("optional")
         }
         for volume in spec["volumes"]:
             wanted |= references(volume)
@@ -150,12 +156,19 @@ def test_budgets_and_services_mean_one_kind_of_pod_each(manifests: list[Manifest
         selector = manifest["spec"]["selector"]
         wanted = selector.get("matchLabels", selector)
         assert [name for name, own in labels.items() if wanted.items() <= own.items()] == [manifest["metadata"]["name"]]
-    assert {item["metadata"]["name"] for item in of_kind(manifests, "PodDisruptionBudget")} == {
-        "valkey",
-        "trainer",
-        "generator",
-        "scorer",
+    assert {item["metadata"]["name"] for item in of_kind(manifests, "PodDisruptionBudget")} == set(labels) - {
+        "exporter"
     }
+
+
+def test_teachers_and_judges_are_of_the_run_that_the_base_names(tmp_path: Path) -> None:
+    others = rendered("local", tmp_path, "teachers", "judges", run="other")
+    selected = {item["metadata"]["name"]: item["spec"]["selector"] for item in of_kind(others, "PodDisruptionBudget")}
+    for role in MODELS:
+        ((_, template, _),) = [found for found in workers(others) if found[0] == role]
+        assert template["metadata"]["labels"]["app.kubernetes.io/instance"] == "other"
+        (deployment,) = [item for item in of_kind(others, "Deployment") if item["metadata"]["name"] == role]
+        assert deployment["spec"]["selector"] == selected[role] == {"matchLabels": template["metadata"]["labels"]}
 
 
 def test_a_trainer_with_wrong_settings_is_not_started_again(manifests: list[Manifest]) -> None:
@@ -187,7 +200,7 @@ def test_autoscaling_counts_what_waits_for_a_role_as_the_user_for_it(gpu: list[M
         item["parameter"]: secret(gpu, item["name"])[item["key"]] for item in login["spec"]["secretTargetRef"]
     }
     assert parameters["username"] == f"{RUN}.autoscaler"
-    streams = {"generator": Stream.PROMPTS, "scorer": Stream.ROLLOUTS}
+    streams = {role: stream for stream, role in TAKEN_BY.items() if role != "trainer"}
     scaled = {item["spec"]["scaleTargetRef"]["name"]: item["spec"] for item in of_kind(gpu, "ScaledObject")}
     assert set(scaled) == set(streams)
     for role, spec in scaled.items():
@@ -218,9 +231,9 @@ def test_the_prometheus_operator_asks_all_workers_and_knows_all_rules(gpu: list[
     subprocess.run([program("promtool"), "check", "rules", file], check=True, capture_output=True)
 
 
-def test_trainer_and_generators_have_a_gpu_and_the_models(gpu: list[Manifest]) -> None:
+def test_trainer_generators_and_teachers_have_a_gpu_and_the_models(gpu: list[Manifest]) -> None:
     for role, _, container in workers(gpu):
-        has_gpu = role in {"trainer", "generator"}
+        has_gpu = role in {"trainer", "generator", "teacher"}
         assert ("nvidia.com/gpu" in container["resources"]["limits"]) is has_gpu
         assert any(mount["mountPath"] == "/models" for mount in container["volumeMounts"]) is has_gpu
 
@@ -246,7 +259,7 @@ def test_policies_open_ports_that_pods_have_and_let_in_who_needs_them(gpu: list[
                     opened.setdefault(name, {})[port] = sources
     assert opened["valkey"] == {"redis": set(labels)}
     assert opened["trainer"] == {"tiles": {"generator"}, "announcements": {"generator"}, "metrics": set()}
-    assert all("metrics" in opened[role] for role in ROLES)
+    assert all("metrics" in opened[role] for role in (*ROLES, *MODELS))
     (rewards,) = [policy for policy in of_kind(gpu, "NetworkPolicy") if policy["spec"]["policyTypes"] == ["Egress"]]
     assert chosen_by(rewards["spec"]["podSelector"], labels) == {"scorer"}
     assert chosen_by(rewards["spec"]["egress"][0]["to"][0]["podSelector"], labels) == {"valkey"}
