@@ -10,6 +10,7 @@ import socket
 import time
 import urllib.request
 from asyncio.subprocess import PIPE
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -19,22 +20,22 @@ from deploy.grafana.answers import Window
 from deploy.grafana.render import main as render
 from deploy.grafana.render import panels_of, picture, save
 from pipeline.streams import Entry
+from tests.answering import Answering, answering
 from tests.deploy.boards import DASHBOARDS as BOARDS
 from tests.deploy.boards import filled, queries, read
 from tests.deploy.prometheus import Prometheus, watching
 from tests.deploy.promql import DEPLOY, rules
 from tests.integration.harness import SCRIPTED, Run, running
 from tests.integration.processes import Worker
+from tests.integration.test_stages import by_length, half
 
 pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
 
 _SHOWN_S = 45
-_OF_MODELS = ("Busy models", "Groups in front of them", "Groups per second of models", "Judgements per second")
 # What a run with a learner that computes nothing has no values for, and a bound that the server does not have.
 NO_VALUES = {
     "overview/Memory of Redis/1",
     "overview/Workers there and wanted/1",  # no `up` runs there
-    *(f"scoring/{panel}/0" for panel in _OF_MODELS),  # the run has neither
     "training/Balance of ranks/0",
     "training/Cut by age/0",
     "training/Effective sample size/0",
@@ -56,6 +57,13 @@ NO_VALUES = {
     "training/Mismatch KL/2",
     "training/Teachers' probability on the ids they send/0",
 }
+
+
+@pytest.fixture
+def models() -> Iterator[Answering]:
+    """The server of a teacher and of a judge."""
+    with answering(lambda *asked: half(*asked) if asked[0] == "/v1/completions" else by_length(*asked)) as server:
+        yield server
 
 
 async def found(run: Run, prometheus: Prometheus, *workers: Worker) -> None:
@@ -112,36 +120,40 @@ async def shown(prometheus: Prometheus, run_name: str) -> set[str]:
 
 
 async def test_prometheus_finds_workers_that_come_and_go_and_boards_and_alerts_have_data(
-    tmp_path: Path, valkey_url: str, run_name: str
+    tmp_path: Path, valkey_url: str, run_name: str, models: Answering
 ) -> None:
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text('{"prompt": "held out"}\n' * 2)
     settings = (
         *SCRIPTED,
         "trainer.max_steps=1000000",
-        "trainer.scripted_step_s=0.05",
-        "checkpoint.every_steps=10",
+        "trainer.scripted_step_s=0.2",
+        "checkpoint.every_steps=3",
         "checkpoint.keep=1",
+        f"scoring.teachers=[{{model='tiny',url='{models.url}'}}]",
+        f"scoring.judges=[{{model='tiny',url='{models.url}'}}]",
+        "algorithm.distillation_coef=0.5",
         f"data.eval_path={json.dumps(str(held_out))}",
         "exporter.interval_s=0.2",
     )
     async with running(tmp_path, valkey_url, run_name, *settings) as run:
         trainer = run.start_all()
         generator, scorer, _ = run.workers
-        exporter = run.start("exporter")
+        teacher, judge, exporter = [run.start(role) for role in ("teacher", "judge", "exporter")]
+        stay = (generator, scorer, teacher, judge, trainer, exporter)
         (info,) = await run.until_ready(exporter)
         with watching(tmp_path, info.address) as prometheus:
-            await found(run, prometheus, generator, scorer, trainer, exporter)
+            await found(run, prometheus, *stay)
             helpers = [run.start("generator") for _ in range(2)]
             await found(run, prometheus, *run.workers)
-            await lint(run, generator, scorer, trainer, exporter)
+            await lint(run, *stay)
 
             # One is killed, one drains: the series of both end, and only the one is missed.
             helpers[0].kill()
             helpers[1].signal(signal.SIGTERM)
             assert await run.until_exit(helpers[1]) == [0]
             await run.streams.feed([Entry(group_id="broken", weight_version=0, payload=b"?")], limit=1000)
-            await found(run, prometheus, generator, scorer, trainer, exporter)
+            await found(run, prometheus, *stay)
             await wait_for(
                 run, prometheus, 'rollstream_workers{state="lost", role="generator"} == 1', "a lost generator"
             )
