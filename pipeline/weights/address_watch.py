@@ -35,6 +35,8 @@ async def unless_moved(work: Coroutine[Any, Any, Result], endpoints: Endpoints, 
         task.cancel()
         watch.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
+        # What it raised knows this frame: together they would keep all that the work held, such as a whole version.
+        del task, watch
 
 
 async def _until_moved(endpoints: Endpoints, resolve: Resolve) -> None:

@@ -22,13 +22,14 @@ from pipeline.weights.manifest import (
     Manifest,
     TensorEntry,
     check_names,
+    check_newer,
     encode_manifest,
     lay_out,
     tile_widths,
 )
 from pipeline.weights.memory import BufferPool
 from pipeline.weights.patches import PatchSet, gather
-from pipeline.weights.protocol import MAX_VERSION
+from pipeline.weights.protocol import NOTHING
 from pipeline.weights.sealed import digest
 from pipeline.weights.state import HostTensor, WeightKind, WeightState
 
@@ -71,8 +72,7 @@ class Encoder:
         self, weight_version: int, kind: WeightKind, table: tuple[TensorEntry, ...], tiles: tuple[memoryview, ...]
     ) -> WeightObject:
         """The object whose content lies in `tiles`, as `content_table` and `write_content` have laid it."""
-        if not 0 <= weight_version <= MAX_VERSION:
-            raise WeightError(f"weight version {weight_version} is negative or too large")
+        check_newer(weight_version, NOTHING)
         manifest = Manifest(
             session=self._session,
             weight_version=weight_version,
@@ -121,8 +121,12 @@ class Encoder:
 
 def content_table(state: WeightState) -> tuple[tuple[TensorEntry, ...], int]:
     """Where the tensors of a state go, and the size of the object. Raises WeightError."""
+    if not isinstance(state.kind, WeightKind):
+        raise WeightError(f"weights of kind {state.kind!r}, where one of {[*WeightKind]} belongs: WeightKind.SNAPSHOT")
     check_names(state.tensors)
-    table, num_bytes = lay_out((name, item.dtype, item.shape) for name, item in state.tensors.items())
+    for name, item in state.tensors.items():
+        _check_carrier(name, item)
+    table, num_bytes = lay_out((name, item.dtype, tuple(item.shape)) for name, item in state.tensors.items())
     for entry in table:
         data = state.tensors[entry.name].data
         if data.nbytes != entry.num_bytes or not data.c_contiguous:
@@ -131,6 +135,16 @@ def content_table(state: WeightState) -> tuple[tuple[TensorEntry, ...], int]:
                 f"for {entry.dtype} {entry.shape}"
             )
     return table, num_bytes
+
+
+def _check_carrier(name: str, item: object) -> None:
+    """Raises WeightError where something else than a tensor of host memory stands in a state."""
+    if not isinstance(item, HostTensor):
+        raise WeightError(f"tensor {name!r} is a {type(item).__name__}, where a HostTensor belongs")
+    if not isinstance(item.data, memoryview):
+        raise WeightError(f"tensor {name!r}: its data is a {type(item.data).__name__}: pass memoryview(data)")
+    if any(type(size) is not int for size in item.shape):
+        raise WeightError(f"tensor {name!r} has the shape {item.shape!r}, not one of int: pass tuple(map(int, shape))")
 
 
 def write_content(state: WeightState, table: tuple[TensorEntry, ...], tiles: Sequence[memoryview]) -> None:

@@ -46,6 +46,7 @@ class Link:
     and reads headers. keys: the subscriber's own, where it has some.
     announced: highest version that an announcement has named. num_ignored: messages that were
     malformed or of another session. is_foreign: whether one had no header that could be read.
+    num_behind: answers in a row that name an older version than was asked for.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Link:
         self.announced = NOTHING
         self.num_ignored = 0
         self.is_foreign = False
+        self.num_behind = 0
         self._numbers = numbers
         self._signer = signer
         public_key = settings.server_public_key or endpoints.public_key

@@ -212,10 +212,27 @@ def _check(manifest: Manifest, max_model_bytes: int) -> None:
         raise WeightError("the manifest's tensors overlap, leave holes or reach behind the end")
 
 
-def check_names(names: Iterable[str]) -> None:
-    """Raises WeightError unless there are names, each of them once and of sane length."""
+def check_names(names: Iterable[object]) -> None:
+    """Raises WeightError unless there are names, each of them once, of sane length, and text that can be written."""
     listed = list(names)
     if not listed:
         raise WeightError("a weight object without tensors")
-    if len(set(listed)) != len(listed) or any(not 0 < len(name) <= _MAX_NAME for name in listed):
-        raise WeightError("tensor names are empty, too long or not unique")
+    for name in listed:
+        if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or not _is_unicode(name):
+            raise WeightError(f"a tensor's name is {name!r:.100}: 1 to {_MAX_NAME} characters of Unicode can be sent")
+    if len(set(listed)) != len(listed):
+        raise WeightError("tensor names are not unique")
+
+
+def _is_unicode(name: str) -> bool:
+    return name.isascii() or not any("\ud800" <= character <= "\udfff" for character in name)
+
+
+def check_newer(version: object, newest: int) -> None:
+    """Raises WeightError unless `version` is a number that can be sent, and above `newest`."""
+    if type(version) is not int:
+        raise WeightError(f"weight version {version!r} is a {type(version).__name__}: pass int(version)")
+    if not 0 <= version <= MAX_VERSION:
+        raise WeightError(f"weight version {version} is negative or too large")
+    if version <= newest:
+        raise WeightError(f"weight version {version} is not newer than {newest}, which is published")

@@ -180,16 +180,19 @@ def _read(fields: dict[str, Any], identity: bytes) -> PatchTable:
     numbers = [fields[name] for name in ("base_version", "encode_us")]
     if any(type(value) is not int or not 0 <= value <= MAX_VERSION for value in numbers):
         raise ValueError(f"{numbers} are not numbers of 0 or more")
+    for name in ("base_root", "root", "methods", "lengths", "parcel_tiles", "parcel_hashes"):
+        if not isinstance(fields[name], bytes):
+            raise TypeError(f"{name} is a {type(fields[name]).__name__} where bytes belong")
     tiles = np.frombuffer(fields["parcel_tiles"], dtype="<u4").astype(np.int64)
     return PatchTable(
         base_version=numbers[0],
-        base_root=bytes(fields["base_root"]),
-        root=bytes(fields["root"]),
+        base_root=fields["base_root"],
+        root=fields["root"],
         encode_s=numbers[1] / 1e6,
         methods=np.frombuffer(fields["methods"], dtype=np.uint8),
         lengths=np.frombuffer(fields["lengths"], dtype="<u4"),
         bounds=(0, *np.cumsum(tiles).tolist()),
-        parcel_hashes=bytes(fields["parcel_hashes"]),
+        parcel_hashes=fields["parcel_hashes"],
         identity=identity,
     )
 

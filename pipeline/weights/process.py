@@ -25,7 +25,7 @@ from pipeline.errors import ConfigError, WeightError
 from pipeline.logs import get_logger
 from pipeline.programs import program
 from pipeline.weights.codec import content_table, write_content
-from pipeline.weights.manifest import table_rows
+from pipeline.weights.manifest import check_newer, table_rows
 from pipeline.weights.protocol import NOTHING
 from pipeline.weights.publisher import PublisherStats
 from pipeline.weights.server import ServerStats
@@ -85,13 +85,14 @@ class PublisherProcess:
         """
         with self._publishing:
             started = time.perf_counter()
-            if state.weight_version <= self._last_version:
-                raise WeightError(
-                    f"weight version {state.weight_version} is not newer than {self._last_version}, which is published"
-                )
+            check_newer(state.weight_version, self._last_version)
             table, num_bytes = content_table(state)
             slot = self._free_slot(num_bytes)
-            write_content(state, table, [slot.content(num_bytes)] if num_bytes else [])
+            try:
+                write_content(state, table, [slot.content(num_bytes)] if num_bytes else [])
+            except BaseException:
+                self._give_back(slot)  # or four of these would leave the next one waiting for ever
+                raise
             self._send(
                 {
                     "slot": slot.number,
@@ -161,6 +162,11 @@ class PublisherProcess:
                     raise WeightError(f"the process that serves weights gave no sign of life for {_SILENT_S:g} s")
                 if not self._changed.wait(_WAIT_S):
                     log.warning("weights_wait_for_a_free_slot", num_slots=len(self._slots))
+
+    def _give_back(self, slot: Slot) -> None:
+        with self._changed:
+            self._free.add(slot.number)
+            self._changed.notify_all()
 
     def _new_slot(self, number: int, num_bytes: int) -> Slot:
         slot = self._slots[number] = Slot.create(number, num_bytes)

@@ -61,6 +61,11 @@ class WeightPublisher:
     """
 
     def __init__(self, settings: WeightSettings, *, keep: int = 2) -> None:
+        if settings.store:
+            raise ConfigError(
+                f"weights.store = {settings.store!r}, and WeightPublisher sends over ZeroMQ: "
+                "pipeline.weights.create_publisher makes the publisher of either channel"
+            )
         session = uuid.uuid4()
         self._keys = publisher_keys(settings)
         self._signer = Signer.load(settings.shared_key_file)

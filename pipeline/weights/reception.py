@@ -12,10 +12,20 @@ from pipeline.errors import WeightError
 from pipeline.weights.choice import Choice
 from pipeline.weights.manifest import Manifest
 from pipeline.weights.memory import Pool, Warming
+from pipeline.weights.protocol import NOTHING
 from pipeline.weights.state import WeightState
 from pipeline.weights.subscriber_stats import SubscriberStats
 from pipeline.weights.throttle import Throttle
 from pipeline.weights.transfer import Content
+
+
+def floor_of(newer_than: int | None) -> int:
+    """The version that the next one has to be above. Raises ValueError for what is none."""
+    if newer_than is None:
+        return NOTHING
+    if type(newer_than) is not int or newer_than < NOTHING:
+        raise ValueError(f"newer_than = {newer_than!r} is no weight version: an int of 0 or more, or None for any")
+    return newer_than
 
 
 class Reception(ABC):

@@ -86,7 +86,7 @@ class TileServer:
         self._shelf = shelf
         self._router = router
         self._announcer = announcer
-        self._waiting: list[tuple[bytes, Header]] = []
+        self._waiting: dict[tuple[bytes, Kind, int, bytes], Header] = {}  # by who asks for what: once, however often
         self._begun: OrderedDict[bytes, float] = OrderedDict()  # receiver -> when it was told what to fetch
         self._inbox = inbox
         self.session = session
@@ -152,7 +152,7 @@ class TileServer:
 
     def _serve(self, peer: bytes, request: Header) -> None:
         if self.session == NO_SESSION:
-            self._waiting.append((peer, request))
+            self._waiting[_wish(peer, request)] = request
             return
         match request.kind:
             case Kind.GET_MANIFEST:
@@ -223,10 +223,11 @@ class TileServer:
     def _awaited(self, pieces: Sequence[_Piece | None], peer: bytes, request: Header) -> _Piece | None:
         """The piece that is asked for; None where the request has to wait for it."""
         # Who brings pieces looks for waiting requests after each: this one must be seen before the last look.
-        self._waiting.append((peer, request))
+        wish = _wish(peer, request)
+        self._waiting[wish] = request
         piece = pieces[request.index]
         if piece is not None:
-            self._waiting.pop()
+            del self._waiting[wish]
         return piece
 
     @property
@@ -236,8 +237,8 @@ class TileServer:
 
     def _serve_waiting(self) -> None:
         """Answer what has come in the meantime, or is gone; the rest waits on."""
-        waiting, self._waiting = self._waiting, []
-        for peer, request in waiting:
+        waiting, self._waiting = self._waiting, {}
+        for (peer, *_), request in waiting.items():
             self._serve(peer, request)
 
     def _send(self, peer: bytes, answer: Header, *payload: bytes | memoryview) -> bool:
@@ -252,6 +253,11 @@ class TileServer:
             return False
         self.stats.num_bytes += sum(len(part) for part in payload)
         return True
+
+
+def _wish(peer: bytes, request: Header) -> tuple[bytes, Kind, int, bytes]:
+    """What is asked for, and by whom: who asks again has given the earlier request up."""
+    return peer, request.kind, request.index, request.root
 
 
 def _about(item: WeightObject, request: Header, kind: Kind) -> Header:

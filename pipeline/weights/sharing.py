@@ -26,8 +26,8 @@ from pipeline.weights.address_watch import Resolve
 from pipeline.weights.host_memory import HostPool, Mapped, map_shared
 from pipeline.weights.manifest import Manifest, decode_manifest, encode_manifest
 from pipeline.weights.meeting import enter, leave, lock, open_lock
-from pipeline.weights.protocol import NOTHING
 from pipeline.weights.receiver import create_receiver
+from pipeline.weights.reception import floor_of
 from pipeline.weights.relay import Relay
 from pipeline.weights.state import WeightState
 from pipeline.weights.subscriber_stats import Phase, SubscriberStats
@@ -69,7 +69,7 @@ class SharedSubscriber:
 
         Cancelling it is safe. What was raised while receiving is raised by the next call.
         """
-        floor = NOTHING if newer_than is None else newer_than
+        floor = floor_of(newer_than)
         looks = 0
         while (content := self._shared_above(floor)) is None:
             if looks % _LEAD_EVERY == 0 and self._receiving is None:

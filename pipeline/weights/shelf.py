@@ -17,8 +17,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeline.errors import WeightError
 from pipeline.weights.codec import WeightObject
+from pipeline.weights.manifest import check_newer
 from pipeline.weights.patches import PatchSet, fold
 from pipeline.weights.protocol import NOTHING
 
@@ -74,9 +74,7 @@ class Shelf:
 
     def check(self, version: int) -> None:
         """Raises WeightError unless `version` is higher than all before: no version is made twice."""
-        newest = self._newest_version()
-        if version <= newest:
-            raise WeightError(f"weight version {version} is not newer than {newest}, which is published")
+        check_newer(version, self._newest_version())
 
     def put(self, item: WeightObject, patches: PatchSet | None = None) -> None:
         """Make `item` the newest. patches: from the one before. Raises as `check` does."""

@@ -22,7 +22,7 @@ import zmq
 import zmq.asyncio
 
 from pipeline.config import WeightSettings
-from pipeline.errors import WeightError
+from pipeline.errors import ConfigError, WeightError
 from pipeline.logs import get_logger
 from pipeline.weights.address_watch import LOOK_EVERY_S, MovedError, Resolve, unless_moved
 from pipeline.weights.link import Answer, Link
@@ -31,13 +31,14 @@ from pipeline.weights.memory import BufferPool, Pool
 from pipeline.weights.orders import Orders
 from pipeline.weights.patches import decode_table
 from pipeline.weights.protocol import NO_ROOT, NOTHING, WANTS_PATCHES, Kind
-from pipeline.weights.reception import Reception
+from pipeline.weights.reception import Reception, floor_of
 from pipeline.weights.relay import Relay
 from pipeline.weights.security import Signer, doubt, receiver_keys
 from pipeline.weights.subscriber_stats import Phase, SubscriberStats
 from pipeline.weights.transfer import Content, PatchTransfer, SnapshotTransfer, Transfer
 
 _SILENT_POLLS = 3  # intervals without an answer after which the publisher may have moved
+_BEHIND_POLLS = 3  # answers in a row that name an older version than the one that is here; a relay may lag for one
 _MAX_PATIENCE = 8  # so many times longer a slow line is waited for, if it has not moved
 
 log = get_logger()
@@ -64,6 +65,11 @@ class WeightSubscriber(Reception):
         make_pool: Callable[[int], Pool] = BufferPool,
         relay: Relay | None = None,
     ) -> None:
+        if settings.store:
+            raise ConfigError(
+                f"weights.store = {settings.store!r}, and WeightSubscriber receives over ZeroMQ: "
+                "pipeline.weights.create_subscriber makes the subscriber of either channel"
+            )
         super().__init__(settings, make_pool)
         self._keys = receiver_keys(settings)
         self._signer = Signer.load(settings.shared_key_file)
@@ -78,7 +84,7 @@ class WeightSubscriber(Reception):
 
     async def next_content(self, newer_than: int | None) -> Content:
         """The same as it lies in memory."""
-        floor = NOTHING if newer_than is None else newer_than
+        floor = floor_of(newer_than)
         while True:
             try:
                 link = await self._connected()
@@ -217,9 +223,22 @@ class WeightSubscriber(Reception):
                 if self._relay is not None:
                     self._relay.begin(transfer, [bytes(payload) for payload in answer.payloads])
                 return transfer
+            self._doubt_history(link, answer.header.version, floor)
             self._stats.phase = Phase.VERSION
             await link.wait_for_announcement(floor, self._settings.poll_s)
             has_waited = True
+
+    def _doubt_history(self, link: Link, newest: int, floor: int) -> None:
+        """Say so once where a publisher stays behind what it is asked for: it may have begun again from below."""
+        link.num_behind = link.num_behind + 1 if NOTHING < newest < floor else 0
+        if link.num_behind == _BEHIND_POLLS:
+            log.warning(
+                "weights_behind",
+                address=link.endpoints.tiles,
+                newest_there=newest,
+                newer_than=floor,
+                may_be="the publisher began anew: a version is taken once it is above the one that is here",
+            )
 
     async def _answer_to(self, link: Link, number: int) -> Answer:
         """Answers to earlier requests may still be under way and are of no use now."""

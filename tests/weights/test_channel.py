@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
+from structlog.testing import capture_logs
 
 from pipeline.config import WeightSettings
 from pipeline.errors import WeightError
@@ -237,6 +238,22 @@ async def test_a_version_that_is_not_newer_is_refused_and_the_old_one_goes_on() 
         assert same(await next_within(subscriber, None), make_state(3))
 
 
+async def test_who_has_more_than_a_publisher_that_began_anew_says_so_and_takes_what_rises_above_it() -> None:
+    async with channel() as (publisher, subscriber):
+        publisher.publish(make_state(3))
+        with capture_logs() as logs:
+            waiting = asyncio.create_task(next_within(subscriber, 10))
+            await until(lambda: bool(logs))
+        assert [(entry["event"], entry["newest_there"], entry["newer_than"]) for entry in logs] == [
+            ("weights_behind", 3, 10)
+        ]
+        publisher.publish(make_state(11))
+        assert same(await waiting, make_state(11))
+        for no_version in (-2, 3.0, "3"):
+            with pytest.raises(ValueError, match="is no weight version"):
+                await subscriber.next(no_version)  # type: ignore[arg-type]
+
+
 async def test_nothing_is_left_after_closing_twice() -> None:
     async with channel() as (publisher, subscriber):
         publisher.publish(make_state(0))
@@ -249,7 +266,8 @@ async def test_nothing_is_left_after_closing_twice() -> None:
 def test_neither_end_needs_torch_and_the_carriers_need_no_zeromq() -> None:
     code = (
         "import sys; from pipeline.weights import WeightState; assert 'zmq' not in sys.modules;"
-        "from pipeline.weights import WeightPublisher, WeightSubscriber; assert 'torch' not in sys.modules"
+        "from pipeline.weights import Relay, WeightPublisher, WeightSubscriber, create_publisher, create_subscriber;"
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -80,11 +80,20 @@ def test_tensors_start_where_any_framework_can_read_them() -> None:
     [
         ({"weight_version": -1}, "negative"),
         ({"tensors": {}}, "without tensors"),
-        ({"tensors": {"": tensor([1.0], "float64")}}, "names"),
+        ({"tensors": {"": tensor([1.0], "float64")}}, "name is ''"),
         ({"tensors": {"a": tensor([1.0], "float32")}}, "8 bytes"),
         ({"tensors": {"a": tensor([1.0], "decimal")}}, "decimal"),
         ({"tensors": {"a": tensor([1.0], "float64", (-1,))}}, "shape"),
         ({"tensors": {"a": HostTensor(dtype="uint8", shape=(2,), data=memoryview(b"abcd")[::2])}}, "contiguous"),
+        ({"weight_version": 2**63}, "too large"),
+        ({"weight_version": 3.0}, "3.0 is a float"),
+        ({"weight_version": np.int64(3)}, r"int\(version\)"),
+        ({"kind": "snapshot"}, "WeightKind.SNAPSHOT"),
+        ({"tensors": {"a\ud800": tensor([1.0], "float64")}}, "Unicode"),
+        ({"tensors": {7: tensor([1.0], "float64")}}, "name is 7"),
+        ({"tensors": {"a": np.zeros(3)}}, "ndarray, where a HostTensor"),
+        ({"tensors": {"a": tensor([1.0], "float64", (np.int64(1),))}}, "not one of int"),  # type: ignore[arg-type]
+        ({"tensors": {"a": HostTensor(dtype="uint8", shape=(2,), data=b"ab")}}, r"memoryview\(data\)"),  # type: ignore[arg-type]
     ],
 )
 def test_a_state_that_contradicts_itself_is_refused(changes: dict[str, object], reason: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from dataclasses import replace
 
+import msgpack
 import numpy as np
 import pytest
 import zmq.asyncio
@@ -18,6 +19,7 @@ from pipeline.weights.delta import Method
 from pipeline.weights.manifest import tile_widths
 from pipeline.weights.patches import PatchSet, decode_table, fold
 from pipeline.weights.protocol import Header, Kind
+from pipeline.weights.sealed import seal
 from tests.weights.drift import drifted
 from tests.weights.proxy import proxied
 from tests.weights.states import FAST, at, channel, make_state, next_within, same, tensor, until
@@ -227,6 +229,11 @@ def test_a_table_is_read_as_it_was_written_and_must_fit_its_manifest() -> None:
         spoilt[position] ^= 4
         with pytest.raises(WeightError):
             decode_table(bytes(spoilt), items[1].manifest)
+    fields = msgpack.unpackb(patches.payload[16:])
+    for name in fields.keys() - {"schema", "base_version", "encode_us"}:
+        for lie in (1 << 62, [0] * 16, "0" * 16, None):  # a number is no size to allocate
+            with pytest.raises(WeightError, match="malformed"):
+                decode_table(seal({**fields, name: lie}), items[1].manifest)
 
 
 def test_a_folded_chain_is_the_difference_of_its_ends() -> None:

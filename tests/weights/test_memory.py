@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+
 import numpy as np
 import pytest
 
-from pipeline.weights import WeightPublisher, WeightSubscriber
+from pipeline.weights import Endpoints, WeightPublisher, WeightSubscriber
+from pipeline.weights.address_watch import unless_moved
 from pipeline.weights.host_memory import HostPool
 from pipeline.weights.memory import BufferPool, Pool, Warming
 from tests.weights.drift import drifted
@@ -35,6 +39,25 @@ def test_touching_stops_where_it_is_when_the_buffer_is_needed() -> None:
     num_touched = int((pages[::4096] == 0).sum())
     assert not pages[::4096][:num_touched].any(), "from the beginning, without a gap"
     assert int(pages.sum()) == len(pages) - num_touched, "and a byte of each page"
+
+
+async def test_what_broke_off_is_let_go_at_once_and_not_by_the_cycle_collector() -> None:
+    pool, lent = BufferPool(1 << 20), []
+
+    async def broken_off() -> None:
+        loan = pool.borrow()
+        lent.append(address(loan))
+        raise TimeoutError
+
+    endpoints = Endpoints(announce="", tiles="", session="")
+    gc.disable()
+    try:
+        for _ in range(3):
+            with contextlib.suppress(TimeoutError):
+                await unless_moved(broken_off(), endpoints, at(endpoints))
+    finally:
+        gc.enable()
+    assert len(set(lent)) == 1
 
 
 async def test_a_receiver_of_patches_makes_two_buffers_and_no_more() -> None:

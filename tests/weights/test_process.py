@@ -99,8 +99,10 @@ async def test_what_is_wrong_with_a_version_is_said_to_who_publishes_it() -> Non
         with pytest.raises(WeightError, match="not newer"):
             publisher.publish(make_state(3))
         odd = replace(make_state(4), tensors={"a": replace(tensor(np.zeros(3), "float32"), shape=(7,))})
-        with pytest.raises(WeightError, match="'a'"):
-            publisher.publish(odd)
+        for wrong, reason in ((odd, "'a'"), (replace(odd, weight_version=np.int64(4)), r"int\(version\)")):
+            for _ in range(5):  # more than there are slots, each of which is to be had again
+                with pytest.raises(WeightError, match=reason):
+                    publisher.publish(wrong)
         publisher.publish(make_state(5))
 
 

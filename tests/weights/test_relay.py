@@ -8,9 +8,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 import pytest
+import zmq.asyncio
 
 from pipeline.config import Config, WeightSettings
 from pipeline.weights import Endpoints, WeightPublisher, WeightState, WeightSubscriber
+from pipeline.weights.protocol import Header, Kind
 from pipeline.weights.relay import Relay, resolve_in_tree
 from pipeline.weights.subscriber_stats import Phase
 from tests.weights.drift import drifted
@@ -129,6 +131,24 @@ async def test_receivers_behind_relays_wait_for_the_first_version_and_not_for_a_
             publisher.publish(make_state(0))
             assert all(same(state, make_state(0)) for state in await asyncio.gather(*waiting))
             assert not any(one.stats.num_silences for one in fleet.subscribers.values())
+
+
+async def test_what_waits_for_a_relay_is_answered_once_however_often_it_was_asked_for() -> None:
+    relay, context = Relay(SETTINGS), zmq.asyncio.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(relay.start().tiles)
+    for number in (1, 2, 3):
+        await dealer.send(Header(kind=Kind.GET_MANIFEST, request=number).pack())
+    await dealer.send(b"nonsense")
+    await until(lambda: relay.stats.server.num_malformed == 1)
+    relay.speak_for("ab" * 16)
+    await dealer.send(Header(kind=Kind.GET_MANIFEST, request=4).pack())
+    async with asyncio.timeout(30):
+        answers = [Header.parse(await dealer.recv()) for _ in (3, 4)]
+    assert [answer.request for answer in answers if answer is not None] == [3, 4]
+    dealer.close(linger=0)
+    context.term()
+    relay.close()
 
 
 async def test_a_relay_that_dies_in_mid_transfer_is_routed_around_and_its_tiles_are_kept() -> None:

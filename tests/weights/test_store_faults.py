@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import shutil
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from pipeline.errors import ConfigError, ServiceUnavailableError, WeightError
-from pipeline.weights import Endpoints
+from pipeline.weights import Endpoints, WeightPublisher, WeightSubscriber
 from pipeline.weights.channel import create_publisher
 from pipeline.weights.receiver import create_receiver
 from pipeline.weights.store.folder import check_store
@@ -218,6 +219,9 @@ async def test_ends_that_use_different_channels_say_so_and_wait(tmp_path: Path) 
         subscriber.close()
         assert [entry["event"] for entry in logs] == ["weights_elsewhere"]
         assert "set weights.store" in logs[0]["way_out"]
+    for end in (WeightPublisher, functools.partial(WeightSubscriber, resolve=at(zeromq))):
+        with pytest.raises(ConfigError, match=r"over ZeroMQ: pipeline\.weights\.create_"):
+            end(through_files)
 
 
 @pytest.mark.parametrize(

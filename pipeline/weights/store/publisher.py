@@ -17,7 +17,7 @@ from pipeline.config import WeightSettings
 from pipeline.errors import ServiceUnavailableError, WeightError
 from pipeline.logs import get_logger
 from pipeline.weights.codec import Encoder, WeightObject
-from pipeline.weights.manifest import Manifest
+from pipeline.weights.manifest import Manifest, check_newer
 from pipeline.weights.protocol import NOTHING
 from pipeline.weights.publisher import PublisherStats
 from pipeline.weights.state import Endpoints, WeightState
@@ -81,7 +81,7 @@ class StorePublisher:
             ) from error
         with self._changed:
             if self._pending is not None:
-                _refuse_unless_newer(self._newest, there)
+                check_newer(self._newest, there)
             self._newest = max(self._newest, there)
         self._thread = threading.Thread(target=self._run_writer, name="weight-store", daemon=True)
         self._thread.start()
@@ -97,7 +97,7 @@ class StorePublisher:
             started = time.perf_counter()
             if self._thread is not None and not self._thread.is_alive():
                 raise WeightError("the thread that writes weights has ended; nobody would receive this version")
-            _refuse_unless_newer(state.weight_version, self._newest)
+            check_newer(state.weight_version, self._newest)
             item = self._encoder.encode(state)
             with self._changed:
                 self._pending, self._newest = item, state.weight_version
@@ -258,8 +258,3 @@ class StorePublisher:
     def _check_time(self) -> None:
         if self._closing_at is not None and time.monotonic() > self._closing_at + _LAST_WRITE_S:
             raise InterruptedError(errno.EINTR, f"not written within {_LAST_WRITE_S:g} s of the end")
-
-
-def _refuse_unless_newer(version: int, newest: int) -> None:
-    if version <= newest:
-        raise WeightError(f"weight version {version} is not newer than {newest}, which is published")

@@ -23,8 +23,8 @@ from pipeline.weights.address_watch import LOOK_EVERY_S, MovedError, Resolve, un
 from pipeline.weights.manifest import Manifest, decode_manifest
 from pipeline.weights.memory import BufferPool, Pool
 from pipeline.weights.patches import decode_table
-from pipeline.weights.protocol import MAX_MANIFEST_BYTES, NOTHING
-from pipeline.weights.reception import Reception
+from pipeline.weights.protocol import MAX_MANIFEST_BYTES
+from pipeline.weights.reception import Reception, floor_of
 from pipeline.weights.state import Endpoints
 from pipeline.weights.store.folder import Folder, check_store, open_folder
 from pipeline.weights.store.intake import (
@@ -79,7 +79,7 @@ class StoreSubscriber(Reception):
 
     async def next_content(self, newer_than: int | None) -> Content:
         """The same as it lies in memory."""
-        floor = NOTHING if newer_than is None else newer_than
+        floor = floor_of(newer_than)
         while True:
             endpoints, folder = await self._located()
             try:
