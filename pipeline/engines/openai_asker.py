@@ -28,6 +28,10 @@ class NoAnswerInTimeError(ScoringError):
     """Every attempt took too long."""
 
 
+class RefusedError(ScoringError):
+    """The server will not, however often it is asked."""
+
+
 class Asker:
     """One server. Everything but the constructor belongs to one event loop.
 
@@ -108,7 +112,7 @@ class Asker:
             except PassingError as problem:
                 error = ScoringError(f"{self._where}: {problem}")
             except EngineError as problem:
-                raise ScoringError(f"{self._where}: {problem}") from problem
+                raise RefusedError(f"{self._where}: {problem}") from problem
             except ConfigError as problem:
                 raise self._wrong(str(problem)) from problem
             if attempt == _MAX_ATTEMPTS:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from pipeline.config import Config, TeacherSettings
-from pipeline.engines.openai_asker import Asker
+from pipeline.engines.openai_asker import Asker, RefusedError
 from pipeline.engines.together import together
-from pipeline.errors import ScoringError
+from pipeline.errors import ConfigError, ScoringError, ServiceUnavailableError
 from pipeline.messages import RolloutGroup, TopLogprobs
 from pipeline.teachers import Lesson
 from pipeline.teachers.vocabulary import check_remote
@@ -35,6 +35,8 @@ class RemoteTeacher:
         """Raises ConfigError, ModelError, ServiceUnavailableError."""
         await self._asker.start()
         await check_remote(self._asker, self._config.model, setting=self._setting)
+        if self._settings.top_k:
+            await self._check_top_k()
 
     async def away(self) -> str:
         """See `Teacher`."""
@@ -49,6 +51,17 @@ class RemoteTeacher:
         """Break off what is under way."""
         await self._asker.close()
 
+    async def _check_top_k(self) -> None:
+        try:
+            await self._of([0], [0])
+        except RefusedError as error:
+            raise ConfigError(
+                f"{self._setting}.top_k = {self._settings.top_k}: {error}; a vLLM server tells at most 20 unless it is "
+                "started with --max-logprobs: lower top_k, or start it with more"
+            ) from error
+        except ScoringError as error:
+            raise ServiceUnavailableError(str(error)) from error
+
     async def _of(self, prompt: list[int], completion: list[int]) -> Lesson:
         # The one token that it has to draw costs one step; 0 asks for the logprobs of the prompt's own tokens alone.
         top_k = self._settings.top_k
@@ -61,7 +74,7 @@ class RemoteTeacher:
             )
             return Lesson(logprobs=logprobs, top=(_top_of(found, top_k),) if top_k else ())
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise ScoringError(
+            raise RefusedError(
                 f"{self._setting}: the server gave no logprob for every token of the prompt"
                 f"{f', or not those of its {top_k} likeliest ids' if top_k else ''} ({error!r}); a vLLM server does"
             ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,6 +110,23 @@ async def test_the_likeliest_ids_are_asked_for_and_come_without_the_token_that_i
     np.testing.assert_allclose(top.logprobs, [[-0.07, -1.0], [-1.0, -2.0]], rtol=1e-6)
     assert score.teacher_logprobs is not None
     assert score.teacher_logprobs[1] == -np.inf
+
+
+async def test_a_server_that_tells_fewer_ids_is_refused_before_groups_come(policy: Path) -> None:
+    def up_to_one(path: str, body: dict[str, Any], number: int) -> tuple[int, Any]:
+        if path == "/v1/completions" and body["prompt_logprobs"] > 1:
+            return 400, {"error": {"message": "2 logprobs are more than 1"}}
+        return honest(policy)(path, body, number)
+
+    with answering(up_to_one) as server:
+        for top_k in (1, 2):
+            teachers = Teachers(config_of(policy, server.url, top_k=top_k))
+            refused = pytest.raises(
+                ConfigError, match=r"teachers\[0\].top_k = 2: .*2 logprobs are more than 1; .*20 unless"
+            )
+            with refused if top_k == 2 else contextlib.nullcontext():
+                await teachers.start()
+            await teachers.close()
 
 
 async def test_what_may_pass_is_asked_again_and_what_will_not_is_not(policy: Path) -> None:
