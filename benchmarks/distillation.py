@@ -2,8 +2,9 @@
 
 The demo's task and start: a tiny model writes words backwards, from about 0.4 right. The teacher is the
 same model after more supervision. Whole runs, which differ in what they learn from and in nothing else:
-the reward (grpo), both (grpo with distillation_coef), the teacher alone (opd). What counts is the step
-at which a mean of `target` is first seen on the held-out words, times the completions of a step.
+the reward (grpo), both (grpo with distillation_coef), the teacher alone by the sampled tokens (opd), or by
+its likeliest ids (jsd_coef). What counts is the step at which a mean of `target` is first seen on the
+held-out words, times the completions of a step.
 
     python -m benchmarks.distillation --json
 """
@@ -32,7 +33,10 @@ RUNS = {
     "reward": (),
     "both": ("algorithm.distillation_coef={coefficient}",),
     "teacher": ("algorithm.preset='opd'",),
+    "divergence": ("algorithm.advantage='none'", "algorithm.jsd_coef=1.0", "algorithm.jsd_beta={beta}"),
 }
+
+DISTANCES = ("teacher_kl", "teacher_jsd")
 
 
 def distillation(arguments: argparse.Namespace, directory: Path) -> dict[str, float | None]:
@@ -57,8 +61,8 @@ def distillation(arguments: argparse.Namespace, directory: Path) -> dict[str, fl
             f"start_{name}": seen[0][1],
             f"end_{name}": seen[-1][1],
             f"samples_to_target_{name}": None if reached is None else float(reached * samples),
-            f"teacher_kl_first_{name}": _kl(rows, 0),
-            f"teacher_kl_last_{name}": _kl(rows, -1),
+            **{f"{value}_first_{name}": _seen(rows, value, 0) for value in DISTANCES},
+            **{f"{value}_last_{name}": _seen(rows, value, -1) for value in DISTANCES},
             f"lost_{name}": None if ledger is None else float(ledger.fed - ledger.trained),
         }
     return results
@@ -69,9 +73,10 @@ def config_of(name: str, prepared: Prepared, teacher: Path, directory: Path, arg
     base = demo_config(prepared, run_dir=directory, name=name, seed=arguments.seed, steps=arguments.steps)
     written = directory / f"{name}.toml"
     written.write_text(show(base), encoding="utf-8")
-    more = [setting.format(coefficient=arguments.coefficient) for setting in RUNS[name]]
+    more = [setting.format(coefficient=arguments.coefficient, beta=arguments.beta) for setting in RUNS[name]]
     if more:
-        more.append(f"scoring.teachers=[{{model={json.dumps(str(teacher))}}}]")
+        top_k = arguments.top_k if name == "divergence" else 0
+        more.append(f"scoring.teachers=[{{model={json.dumps(str(teacher))}, top_k={top_k}}}]")
     common = [
         f"evaluation.every_steps={arguments.every}",
         f"trainer.learning_rate={arguments.learning_rate}",
@@ -80,8 +85,8 @@ def config_of(name: str, prepared: Prepared, teacher: Path, directory: Path, arg
     return load_config([written], environ={}, overrides=[*common, *more])
 
 
-def _kl(rows: Sequence[dict[str, float]], index: int) -> float:
-    return round([row["teacher_kl"] for row in rows if "teacher_kl" in row][index], 4)
+def _seen(rows: Sequence[dict[str, float]], value: str, index: int) -> float:
+    return round([row[value] for row in rows if value in row][index], 4)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -94,6 +99,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=3e-4, help="of each run")
     parser.add_argument("--target", type=float, default=0.9, help="mean reward on held-out words")
     parser.add_argument("--coefficient", type=float, default=0.3, help="distillation_coef where both are learnt from")
+    parser.add_argument("--beta", type=float, default=0.5, help="jsd_beta of the divergence")
+    parser.add_argument("--top-k", type=int, default=16, help="of the teacher, for the divergence")
     parser.add_argument("--teacher", type=float, default=0.99, help="supervise the teacher until so many are right")
     parser.add_argument("--teacher-steps", type=int, default=2000, help="but for no more steps than this")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,5 @@
-"""Peak memory of one forward and backward pass: logits a chunk at a time against all logits at once.
+"""Peak memory of one forward and backward pass: logits a chunk at a time against all logits at once, and with the
+divergence from a teacher's likeliest ids.
 
 Each measurement runs in a process of its own, which reports how far its memory rose above what it
 held when the model was loaded. The same tokens, the same gradient.
@@ -32,13 +33,14 @@ _PROMPT_TOKENS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """How: "chunked" or "materialised". tokens: completion tokens in all. vocabulary: ids."""
+    """How: "chunked", "materialised" or "jsd". tokens: completion tokens in all. vocabulary: ids."""
 
     how: str
     tokens: int
     vocabulary: int
     sequences: int = 4
     chunk_tokens: int = 256
+    top_k: int = 64
 
 
 def main() -> None:
@@ -60,6 +62,7 @@ def compare(tokens: int, vocabulary: int) -> dict[str, float]:
     chunked = in_child(Case(how="chunked", tokens=tokens, vocabulary=vocabulary))
     fewer_tokens = in_child(Case(how="chunked", tokens=tokens // 2, vocabulary=vocabulary))
     fewer_ids = in_child(Case(how="chunked", tokens=tokens, vocabulary=vocabulary // 2))
+    jsd, jsd_fewer = (in_child(Case(how="jsd", tokens=size, vocabulary=vocabulary)) for size in (tokens, tokens // 2))
     whole = in_child(Case(how="materialised", tokens=tokens, vocabulary=vocabulary))
     return {
         "logprob_peak_memory_ratio": chunked["peak_bytes"] / whole["peak_bytes"],
@@ -69,6 +72,9 @@ def compare(tokens: int, vocabulary: int) -> dict[str, float]:
         "chunked_peak_bytes_half_tokens": fewer_tokens["peak_bytes"],
         "chunked_peak_bytes_half_vocabulary": fewer_ids["peak_bytes"],
         "materialised_peak_bytes": whole["peak_bytes"],
+        "jsd_peak_bytes": jsd["peak_bytes"],
+        "jsd_peak_bytes_half_tokens": jsd_fewer["peak_bytes"],
+        "jsd_time_ratio": jsd["seconds"] / chunked["seconds"],
         "logits_bytes": 4.0 * tokens * vocabulary,
     }
 
@@ -91,7 +97,7 @@ def measure(case: Case) -> dict[str, float]:
     import psutil
 
     model = _model(case.vocabulary)
-    logprobs = _chunked(model, case) if case.how == "chunked" else _materialised(model)
+    logprobs = {"chunked": _chunked, "materialised": _materialised, "jsd": _divergence}[case.how](model, case)
     # One token for each sequence first: kernels are loaded and gradients exist before the measurement.
     logprobs(_batch(case.sequences, case)).sum().backward()  # type: ignore[no-untyped-call]
     batch = _batch(case.tokens, case)
@@ -134,7 +140,22 @@ def _chunked(model: LlamaForCausalLM, case: Case) -> Callable[[MicroBatch], Tens
     return Policy(model, logprob_chunk_tokens=case.chunk_tokens).logprobs
 
 
-def _materialised(model: LlamaForCausalLM) -> Callable[[MicroBatch], Tensor]:
+def _divergence(model: LlamaForCausalLM, case: Case) -> Callable[[MicroBatch], Tensor]:
+    from pipeline.algorithms.distillation import generalized_jsd
+    from pipeline.policy import Policy
+
+    policy = Policy(model, logprob_chunk_tokens=case.chunk_tokens)
+
+    def divergence(batch: MicroBatch) -> Tensor:
+        output, top = policy.evaluate(batch, with_top=True), batch.teacher_top
+        assert output.top is not None
+        assert top is not None
+        return generalized_jsd(top.logprobs, output.top, top.weights, beta=0.5)[0]
+
+    return divergence
+
+
+def _materialised(model: LlamaForCausalLM, case: Case) -> Callable[[MicroBatch], Tensor]:
     def logprobs(batch: MicroBatch) -> Tensor:
         logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
         rows = logits.flatten(0, 1)[batch.state_index].log_softmax(dim=-1)
@@ -148,7 +169,7 @@ def _batch(tokens: int, case: Case) -> MicroBatch:
     """`tokens` completion tokens in `case.sequences` rows of equal length."""
     import torch
 
-    from pipeline.batching import MicroBatch
+    from pipeline.batching import MicroBatch, TeacherTop
 
     rows, columns = case.sequences, tokens // case.sequences
     length = _PROMPT_TOKENS + columns
@@ -156,6 +177,12 @@ def _batch(tokens: int, case: Case) -> MicroBatch:
     token_index = torch.arange(rows * columns)
     row, column = token_index // columns, token_index % columns
     blank = torch.zeros(rows, columns)
+    ids = torch.arange(case.top_k) * (case.vocabulary // case.top_k)
+    top = TeacherTop(
+        token_ids=ids.expand(rows * columns, 1, -1),
+        logprobs=torch.full((rows * columns, 1, case.top_k), -5.0),
+        weights=torch.ones(rows * columns, 1),
+    )
     return MicroBatch(
         input_ids=input_ids,
         attention_mask=torch.ones_like(input_ids),
@@ -168,6 +195,7 @@ def _batch(tokens: int, case: Case) -> MicroBatch:
         advantages=blank,
         factors=blank,
         ages=blank.long(),
+        teacher_top=top if case.how == "jsd" else None,
     )
 
 
