@@ -3,7 +3,8 @@
     follow      orders, groups of a step -> its part of gradients and weights   waits for: rank 0
 
 It knows neither Redis nor generators, and has no port. The first signal leaves the end to rank 0, which
-gets one too and drains; the second ends it at once. With rank 0, or another rank, gone it ends by itself.
+gets one too and drains; the second ends it at once. With rank 0, or another rank, gone it ends by itself: where
+rank 0 has started it at once, whatever it does, and else when a connection breaks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -23,10 +24,12 @@ from pipeline.learner import Learner, load_learner
 from pipeline.logs import configure, get_logger, masked
 from pipeline.ranks.crew import started
 from pipeline.ranks.place import Place, place_of
-from pipeline.worker.shutdown import PARENT_VARIABLE
+from pipeline.worker.shutdown import PARENT_VARIABLE, expected_parent
 
 if TYPE_CHECKING:
     from pipeline.ranks.world import World
+
+_LOOK_EVERY_S = 0.5
 
 Result = TypeVar("Result")
 
@@ -59,9 +62,31 @@ def join(config: Config, place: Place) -> World:
     """Meet the other ranks, once torch is loaded. Raises ConfigError, RankLostError."""
     from pipeline.ranks.world import World
 
-    # Whoever has started the ranks ends them; one whose starter is gone drains, as any worker does.
+    # Whoever has started the ranks ends them; one whose starter is gone drains, as any worker does. Until it has
+    # joined it has nothing to drain, and may wait in vain for others that are gone as well.
     os.environ.setdefault(PARENT_VARIABLE, str(os.getppid()))
-    return _InThread(lambda: World.join(place, config.trainer)).result()
+    with _ending_with_its_parent():
+        return _InThread(lambda: World.join(place, config.trainer)).result()
+
+
+@contextlib.contextmanager
+def _ending_with_its_parent() -> Iterator[None]:
+    """Ends this process in the block when the one that started it is gone, whatever it waits for or computes."""
+    parent, is_over = expected_parent(), threading.Event()
+
+    def watch() -> None:
+        while parent in {None, os.getppid()}:
+            if is_over.wait(_LOOK_EVERY_S):
+                return
+        with contextlib.suppress(OSError):
+            sys.stderr.write("error: the process that started this rank of the trainer is gone\n")
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 def lead(config: Config, place: Place, train: Callable[[Callable[[Config], Learner]], int]) -> int:
@@ -133,4 +158,10 @@ def _signals() -> threading.Event:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Config.model_validate_json(sys.stdin.buffer.read()), place_of(os.environ)))
+    os.environ[PARENT_VARIABLE] = sys.argv[1]
+    with _ending_with_its_parent():
+        code = main(Config.model_validate_json(sys.stdin.buffer.read()), place_of(os.environ))
+        for output in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                output.flush()
+        os._exit(code)  # threads of torch may wait for ranks that are gone

@@ -73,9 +73,9 @@ def started(config: Config) -> Iterator[tuple[Place, Crew]]:
 
 
 def _start(config: Config, rank: int, port: int) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(
-        program("workers.rank"), stdin=subprocess.PIPE, env={**os.environ, **_variables(config, rank, port)}
-    )
+    # It ends with this process, of which it is told: by the time it looks it may have another parent.
+    words = [*program("workers.rank"), str(os.getpid())]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, env={**os.environ, **_variables(config, rank, port)})
     assert process.stdin is not None, "it was asked for"
     with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
         # Nothing of it reaches a server, so no password has to.

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +25,7 @@ from pipeline.ranks.place import Place
 
 # Groups to train on may be long in coming; that rank 0 has died shows in its connection at once.
 _WAITS = timedelta(days=3650)
+_STORE_PATIENCE_S = 10.0
 
 
 class World:
@@ -47,6 +51,7 @@ class World:
         timeout = timedelta(seconds=trainer.collective_timeout_s)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        _look_for_store(os.environ)
         with collective():
             dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
             control = dist.new_group(backend="gloo", timeout=timeout if place.leads else _WAITS)
@@ -139,6 +144,29 @@ class World:
         if not self.is_alone and dist.is_initialized():
             dist.destroy_process_group()
             self._control = None
+
+
+def _look_for_store(environ: Mapping[str, str]) -> None:
+    """Where whoever started the ranks lets them meet. Raises RankLostError: it has gone since.
+
+    torch would look for it for as long as ranks may take to answer.
+    """
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return  # rank 0 makes it, and may come late
+    host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    deadline = time.monotonic() + _STORE_PATIENCE_S
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=_STORE_PATIENCE_S).close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RankLostError(
+                    f"nobody answers at {host}:{port}, where ranks are to meet (MASTER_ADDR, MASTER_PORT): {error}; "
+                    "has torchrun, or rank 0, ended?"
+                ) from error
+            time.sleep(0.5)
+        else:
+            return
 
 
 def device_of(place: Place, setting: str) -> torch.device:

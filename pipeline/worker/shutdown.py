@@ -58,7 +58,7 @@ class Shutdown:
         self._stop_now = asyncio.Event()
         self._number = int(signal.SIGTERM)
         self._has_signal = False
-        self._parent = _expected_parent()
+        self._parent = expected_parent()
         self._parent_is_gone = False
 
     @contextlib.contextmanager
@@ -137,6 +137,7 @@ class ExitGuard:
             os._exit(self.code)
 
 
-def _expected_parent() -> int | None:
+def expected_parent() -> int | None:
+    """Id of the process whose end is to be this one's; None where none was said."""
     stated = os.environ.get(PARENT_VARIABLE, "")
     return int(stated) if stated.isdigit() else None

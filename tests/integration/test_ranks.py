@@ -18,11 +18,18 @@ from tests.integration.test_synchronous import _settings
 SETTINGS = ("checkpoint.every_steps=2", "trainer.max_steps=1000", "staleness.max_staleness=2")
 
 
-def rank_1_of(trainer: Worker) -> psutil.Process:
-    """The one that rank 0 has started."""
+def ranks_of(trainer: Worker) -> list[psutil.Process]:
+    """Those that rank 0 has started."""
     children = psutil.Process(trainer.pid).children()
-    (found,) = [child for child in children if "workers.rank" in " ".join(child.cmdline())]
-    return found
+    return [child for child in children if "workers.rank" in " ".join(child.cmdline())]
+
+
+def is_gone(process: psutil.Process) -> bool:
+    """Also one that nobody has asked for its exit code: it has another parent by then."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @contextlib.contextmanager
@@ -45,7 +52,7 @@ def torchrun(words: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes
 async def test_a_run_goes_on_whatever_happens_to_a_rank_and_with_another_number_of_them(
     tmp_path: Path, valkey_url: str, run_name: str
 ) -> None:
-    """Two ranks drain under torchrun (ddp); rank 1 of two is killed (fsdp); one rank ends the run."""
+    """Two ranks drain under torchrun (ddp); rank 0, then rank 1 of two is killed (fsdp); one rank ends the run."""
     async with running(tmp_path, valkey_url, run_name, *_settings(tmp_path), *SETTINGS) as run:
         run.start("generator")
         run.start("scorer")
@@ -61,10 +68,17 @@ async def test_a_run_goes_on_whatever_happens_to_a_rank_and_with_another_number_
         assert "error:" not in log.read_text()
         drained_at = run.num_steps
 
+        doomed = run.start("trainer", "trainer.num_ranks=2")
+        await run.until(lambda: len(ranks_of(doomed)) == 1, "rank 1", deadline_s=200)
+        (rank_1,) = ranks_of(doomed)
+        doomed.kill()
+        await run.until(lambda: is_gone(rank_1), "the end of rank 1", deadline_s=100)
+
         loses = run.start("trainer", "trainer.num_ranks=2", may_fail=True)
         await run.until_steps(drained_at + 2, deadline_s=200)
         assert loses.events_named("resumed")[0]["step"] == drained_at
-        rank_1_of(loses).kill()
+        (rank_1,) = ranks_of(loses)
+        rank_1.kill()
         assert await run.until_exit(loses, deadline_s=100) == [1]
         assert loses.events_named("rank_lost")
         await run.ledger()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,16 +15,18 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.checkpoints import Checkpoints
-from pipeline.config import CheckpointSettings, Config
+from pipeline.config import CheckpointSettings, Config, TrainerSettings
 from pipeline.config.presets import PRESETS
-from pipeline.errors import ModelError
+from pipeline.errors import ModelError, RankLostError
 from pipeline.learner import PolicyLearner
 from pipeline.learner.policy import PolicyLearner as OneRank
 from pipeline.messages import ScoredGroup, TopLogprobs
 from pipeline.models.weights import tensors_checksum
+from pipeline.ranks.place import Place
+from pipeline.ranks.world import World
 from tests.learning.builders import Row, make_group, random_groups, tiny_llama
 from tests.learning.conftest import single_thread
-from tests.ranks.pairs import Pair, config_of, two_ranks
+from tests.ranks.pairs import Pair, config_of, two_ranks, variables
 from tests.tiny import make_tiny_model
 
 __all__ = ["single_thread"]
@@ -207,3 +211,12 @@ def test_bfloat16_on_two_ranks_is_near_that_on_one(pair: Pair, model: Path, head
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-2)
     assert {value.dtype for value in state["weights"].values()} == {torch.float32}
     assert {tensor.dtype for tensor in exported.values()} == {"bfloat16"}
+
+
+def test_a_rank_does_not_wait_for_ranks_whose_starter_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.ranks.world._STORE_PATIENCE_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    monkeypatch.setattr(os, "environ", os.environ | variables(1, port))
+    with pytest.raises(RankLostError, match=f"nobody answers at 127.0.0.1:{port}"):
+        World.join(Place(rank=1, size=2, local_rank=1), TrainerSettings(device="cpu"))
