@@ -12,17 +12,16 @@ on this machine map them, others fetch them from the trainer themselves.
 from __future__ import annotations
 
 import asyncio
-import random
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Config
 from pipeline.engines.openai_answers import PassingError
 from pipeline.engines.openai_checks import check_settings
+from pipeline.engines.openai_group import GroupInFlight
 from pipeline.engines.openai_probe import Probe
 from pipeline.engines.shared_weights import SharedWeights
 from pipeline.engines.vllm_model import ServedModel
-from pipeline.engines.vllm_outputs import Draft, all_of, drafts_of
-from pipeline.engines.vllm_requests import completion_text, sampling_values, token_limit
 from pipeline.errors import ConfigError, EngineError, EngineLostError, WeightError
 from pipeline.logs import get_logger
 from pipeline.messages import Completion, PartialGroup, PromptGroup
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from pipeline.engines.openai_server import RemoteServer
     from pipeline.weights.address_watch import Resolve
 
-_MAX_ATTEMPTS = 8
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 10.0
 _LONGEST_ABSENCE_S = 5.0  # between two looks at a server that is out of rotation
 _LAST_UPDATE_S = 5.0  # that one which has begun may take when the engine is closed
 _FETCH_SETTINGS = {  # key files are meant on the server's machine
@@ -44,7 +41,10 @@ log = get_logger()
 
 
 class OpenAiEngine:
-    """A `GenerationEngine` in front of servers. resolve: where the trainer publishes its weights."""
+    """A `GenerationEngine` in front of servers. resolve: where the trainer publishes its weights.
+
+    is_interrupted: whether nothing is completed any more.
+    """
 
     def __init__(self, config: Config, *, resolve: Resolve | None = None) -> None:
         check_settings(config)
@@ -55,8 +55,8 @@ class OpenAiEngine:
         self._servers: list[RemoteServer] = []
         self._keepers: list[asyncio.Task[None]] = []
         self._updates: set[asyncio.Task[list[float]]] = set()
-        self._completing: set[asyncio.Task[Completion]] = set()
-        self._num_unfinished, self._is_interrupted = 0, False
+        self._groups: set[GroupInFlight] = set()
+        self._num_unfinished, self.is_interrupted = 0, False
         self._newest: int | None = None
         self._shared, self._probe = SharedWeights(), Probe()
         self._description: dict[str, Any] = {}
@@ -68,6 +68,11 @@ class OpenAiEngine:
         """Oldest version that is being served; None while no server has weights of this run."""
         versions = [server.weight_version for server in self._in_rotation() if server.weight_version is not None]
         return min(versions, default=None)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether servers may be asked."""
+        return bool(self._keepers)
 
     @property
     def max_num_seqs(self) -> int:
@@ -105,30 +110,34 @@ class OpenAiEngine:
         model = self._model
         if model is None or not self._keepers or self._newest is None:
             raise EngineError("no verified weights are being served; apply_weights comes first")
-        limit = token_limit(prompt, model.context)
-        drafts = drafts_of(prompt, partial, limit)
-        if self._is_interrupted or not drafts:
-            return all_of(prompt, partial, drafts, [None] * len(drafts))
-        tasks = [asyncio.create_task(self._complete(prompt, index, limit, draft)) for index, draft in drafts.items()]
-        self._completing.update(tasks)
+        group = GroupInFlight.of(prompt, partial, model)
+        if self.is_interrupted or not group.sequences:
+            return group.completions([None] * len(group.sequences))
+        group.tasks = [asyncio.create_task(self._complete(group, index)) for index in group.sequences]
+        self._groups.add(group)
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            await asyncio.wait(group.tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
-            self._completing.difference_update(tasks)
-            for task in tasks:
+            self._groups.discard(group)
+            for task in group.tasks:
                 task.cancel()
-            ended = await asyncio.gather(*tasks, return_exceptions=True)
-        return all_of(prompt, partial, drafts, ended)
+            ended = await asyncio.gather(*group.tasks, return_exceptions=True)
+        return group.completions(ended)
 
     async def interrupt(self) -> None:
-        """End what is in flight; what a server had sent of a completion it had not ended is lost."""
-        self._is_interrupted = True
-        for task in self._completing:
+        """End what is in flight with what there is of it; where a server does not help, with what is sure of that."""
+        self.is_interrupted = True
+        await asyncio.gather(*(server.break_off() for server in self._in_rotation() if server.num_outstanding))
+        for task in [task for group in self._groups for task in group.tasks]:
             task.cancel()
 
     async def so_far(self) -> list[PartialGroup]:
-        """Nothing: what a server sends of a completion counts when it has ended, with the versions that drew it."""
-        return []
+        """What there is of the groups in flight, without a word to the servers."""
+        found = []
+        for group in self._groups:
+            with contextlib.suppress(EngineError):  # what is wrong with it is said when it ends
+                found.append(group.left())
+        return found
 
     async def apply_weights(self, state: WeightState) -> float:
         """Check and copy while generation goes on, then replace on all servers at once; see the protocol.
@@ -161,42 +170,14 @@ class OpenAiEngine:
 
     # Generating
 
-    async def _complete(self, prompt: PromptGroup, index: int, limit: int, draft: Draft) -> Completion:
-        """One completion, at whichever server; it goes on from what a server gave before it broke it off."""
+    async def _complete(self, group: GroupInFlight, index: int) -> Completion | None:
         self._num_unfinished += 1
-        num_failures, model = 0, self._model
-        assert model is not None
-        prompt_ids = prompt.prompt_token_ids.tolist()
         try:
-            while True:
-                values = sampling_values(
-                    prompt, index, so_far=draft.num_tokens, max_tokens=limit - draft.num_tokens, end_ids=model.end_ids
-                )
-                server = await self._least_loaded()
-                try:
-                    segment = await server.complete([*prompt_ids, *draft.token_ids], values)
-                except PassingError as error:
-                    num_failures += 1
-                    await self._wait(num_failures, prompt, str(error))
-                    continue
-                draft.append(segment)
-                if segment.reason is not None:
-                    return draft.completion(
-                        segment.reason, completion_text(model.tokenizer, draft.token_ids, segment.stop_text)
-                    )
-                num_failures += 1
-                await self._wait(num_failures, prompt, f"{server.url} gave up a sequence")
+            return await group.complete(index, self)
         finally:
             self._num_unfinished -= 1
 
-    async def _wait(self, num_failures: int, prompt: PromptGroup, reason: str) -> None:
-        """Longer each time, and for each sequence another time. Raises EngineError after the last."""
-        if num_failures >= _MAX_ATTEMPTS or not self._keepers:
-            raise EngineError(f"group {prompt.group_id}: {reason} (attempt {num_failures} of {_MAX_ATTEMPTS})")
-        longest = min(_FIRST_WAIT_S * 2**num_failures, _LONGEST_WAIT_S)
-        await asyncio.sleep(random.uniform(longest / 2, longest))
-
-    async def _least_loaded(self) -> RemoteServer:
+    async def least_loaded(self) -> RemoteServer:
         """Waits for a server where there is none. Raises EngineLostError when that takes too long."""
         try:
             async with asyncio.timeout(self._settings.stall_s):

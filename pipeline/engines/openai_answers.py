@@ -32,9 +32,15 @@ class ForeignWeightsError(PassingError):
 
 
 class Answer:
-    """One streamed answer of the route for tokens, as far as it has come."""
+    """One streamed answer of the route for tokens, as far as it has come.
 
-    def __init__(self) -> None:
+    A server says at the end which weights drew which token. Until then that is known of the tokens that came
+    before its weights were replaced, and of no others. version: that it has at the beginning; None: in question.
+    """
+
+    def __init__(self, version: int | None) -> None:
+        self._version = version
+        self._num_certain: int | None = None if version is not None else 0
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._kept_ids: list[list[int]] = []
@@ -57,14 +63,44 @@ class Answer:
             raise PassingError("its answer broke off")
         if len(self._logprobs) != len(self._token_ids):
             raise PassingError(f"it gave {len(self._logprobs)} logprobs for {len(self._token_ids)} tokens")
+        try:
+            spans = _spans(final.get("weight_versions"), known_versions) if self._token_ids else []
+        except ForeignWeightsError:
+            self.distrust()
+            raise
         stop = final.get("stop_reason")
         return Segment(
             token_ids=self._token_ids,
             logprobs=self._logprobs,
-            spans=_spans(final.get("weight_versions"), known_versions) if self._token_ids else [],
+            spans=spans,
             reason=finish_reason(str(final["finish_reason"])),
             stop_text=stop if isinstance(stop, str) else "",
             kept_ids=self._kept_ids or None,
+            experts=None,
+        )
+
+    def weights_change(self) -> None:
+        """What comes from now on may be drawn by others."""
+        if self._num_certain is None:
+            self._num_certain = len(self._token_ids)
+
+    def distrust(self) -> None:
+        """Nobody knows what drew any of it."""
+        self._num_certain = 0
+
+    def so_far(self, most: int) -> Segment | None:
+        """The tokens, at most so many, whose weights are known before the end; None for none."""
+        number = min(len(self._token_ids), most)
+        number = number if self._num_certain is None else min(number, self._num_certain)
+        if not number or self._version is None or len(self._logprobs) != len(self._token_ids):
+            return None
+        return Segment(
+            token_ids=self._token_ids[:number],
+            logprobs=self._logprobs[:number],
+            spans=[(self._version, 0)],
+            reason=None,
+            stop_text="",
+            kept_ids=self._kept_ids[:number] or None,
             experts=None,
         )
 

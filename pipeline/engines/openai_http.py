@@ -6,8 +6,10 @@ goes into a header and nowhere else.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal
 
 import aiohttp
@@ -51,6 +53,14 @@ class Connection:
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """One attempt. Raises PassingError, ConfigError."""
         return await self._request("POST", path, body)
+
+    async def attempt(self, path: str, within_s: float, then: Callable[[], Awaitable[None]] | None = None) -> None:
+        """The same, and what is to be waited for after it, for as long as that; it is left where it fails."""
+        with contextlib.suppress(PassingError, ConfigError, TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self.post(path)
+                if then is not None:
+                    await then()
 
     async def get(self, path: str) -> Any:
         """One attempt. Raises PassingError, ConfigError."""

@@ -18,11 +18,13 @@ from typing import Any, TypeVar
 import aiohttp
 
 from pipeline.config import Config
+from pipeline.engines import openai_updates as updates
 from pipeline.engines.openai_answers import Answer, ForeignWeightsError, PassingError, events, refusal
 from pipeline.engines.openai_checks import api_key, base_url, can_fetch, check_server, served_name
 from pipeline.engines.openai_http import Connection
+from pipeline.engines.openai_requests import Requests
 from pipeline.engines.vllm_outputs import Segment
-from pipeline.engines.vllm_worker import PATH, STATUS
+from pipeline.engines.vllm_worker import PATH
 from pipeline.errors import ConfigError, RollstreamError
 from pipeline.logs import get_logger
 from pipeline.weights import Endpoints
@@ -32,8 +34,8 @@ _MAX_FAILURES = 3  # answers that may pass, one after the other, until a server 
 _TOKENS_PER_EVENT = 16  # each event costs both sides about as much as a token of a small model
 
 _LOOK_EVERY_S = 1.0
-_OWN_EVERY_S = 4.0  # it is lost after 15
-_RELEASE_TIMEOUT_S = 2.0
+_OWN_EVERY_S, _OWNED_FOR_S = 4.0, 15.0
+_LEAVE_TIMEOUT_S = 2.0  # for each thing that is asked of it at the end
 
 Result = TypeVar("Result")
 
@@ -59,7 +61,8 @@ class RemoteServer:
         self._model = ""
         self._http = Connection(self.url, api_key(config))
         self._known_versions: set[int] = set()
-        self._in_flight: set[asyncio.Timeout] = set()
+        self._requests = Requests()
+        self._halting = asyncio.Lock()
         self._num_failures = 0
         self._progress_at = time.monotonic()
         self._is_updating = False
@@ -79,9 +82,7 @@ class RemoteServer:
     async def close(self) -> None:
         """Break off what is under way. Safe to call twice."""
         if self._owned_at is not None and not self.trouble:
-            with contextlib.suppress(PassingError, ConfigError, TimeoutError):
-                async with asyncio.timeout(_RELEASE_TIMEOUT_S):
-                    await self._http.post("/shutdown_weight_transfer_engine")
+            await self._http.attempt("/shutdown_weight_transfer_engine", _LEAVE_TIMEOUT_S)
         self._drop("the engine was closed")
         await self._http.close()
 
@@ -124,10 +125,16 @@ class RemoteServer:
 
     async def _own(self) -> None:
         """Take it for this process alone, or keep it. Raises PassingError: another process has it."""
+        self._check_ownership()
         now = time.monotonic()
         if self._owned_at is None or now - self._owned_at > _OWN_EVERY_S:
             await self._http.post("/init_weight_transfer_engine", {"init_info": {"owner": self._owner}})
             self._owned_at = now
+
+    def _check_ownership(self) -> None:
+        """After this process has stood still another may have given the server its weights."""
+        if self._owned_at is not None and time.monotonic() - self._owned_at > _OWNED_FOR_S:
+            self._requests.weights_change()
 
     async def _check_tokens_route(self) -> None:
         """A wrong request is refused; how, says whether the route is there."""
@@ -147,14 +154,20 @@ class RemoteServer:
 
     # Tokens
 
-    async def complete(self, token_ids: list[int], sampling: Mapping[str, Any]) -> Segment:
-        """What the server draws behind `token_ids`. sampling: of vLLM's `SamplingParams`.
+    def new_answer(self) -> Answer:
+        """For `complete`, which is to be called at once."""
+        return Answer(None if self._is_updating else self.weight_version)
+
+    async def complete(self, token_ids: list[int], sampling: Mapping[str, Any], answer: Answer) -> Segment:
+        """What the server draws behind `token_ids`. sampling: of vLLM's `SamplingParams`. answer: fills as it comes.
 
         Cancelling it ends the request at the server. Raises PassingError, EngineError, ConfigError.
         """
         self.num_outstanding += 1
+        self._progress_at = self._progress_at if self._requests else time.monotonic()
         try:
-            segment = await self._until_taken_out(token_ids, sampling)
+            async with self._requests.asking(answer):
+                segment = await self._streamed(token_ids, sampling, answer)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             if not self.trouble:
                 self._note_failure(PassingError(f"the connection failed: {type(error).__name__}: {error}"))
@@ -169,17 +182,7 @@ class RemoteServer:
         self._num_failures = 0
         return segment
 
-    async def _until_taken_out(self, token_ids: list[int], sampling: Mapping[str, Any]) -> Segment:
-        async with asyncio.timeout(None) as limit:
-            if not self._in_flight:
-                self._progress_at = time.monotonic()
-            self._in_flight.add(limit)
-            try:
-                return await self._streamed(token_ids, sampling)
-            finally:
-                self._in_flight.discard(limit)
-
-    async def _streamed(self, token_ids: list[int], sampling: Mapping[str, Any]) -> Segment:
+    async def _streamed(self, token_ids: list[int], sampling: Mapping[str, Any], answer: Answer) -> Segment:
         request = {
             "model": self._model,
             "token_ids": token_ids,
@@ -188,18 +191,34 @@ class RemoteServer:
             "sampling_params": {**sampling, "stream_interval": _TOKENS_PER_EVENT},
             "stream": True,
         }
-        answer = Answer()
         async with self._http.tokens(request) as response:
             if response.status != 200:
                 raise refusal(response.status, await response.read())
             async for event in events(response.content.iter_any()):
+                self._check_ownership()
                 self.num_tokens += answer.add(event)
                 self._progress_at = time.monotonic()
         return answer.segment(self._known_versions)
 
+    async def break_off(self) -> None:
+        """End what it was asked for now, each with the server's word for what drew it, or in a while without."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_TIMEOUT_S):
+                await self._halting.acquire()
+            try:
+                await self._http.attempt(
+                    "/pause?mode=abort&clear_cache=false", _LEAVE_TIMEOUT_S, self._requests.until_over
+                )
+                await self._http.attempt("/resume", _LEAVE_TIMEOUT_S)
+            finally:
+                self._halting.release()
+
     def _note_failure(self, error: PassingError) -> None:
         self._num_failures += 1
-        if isinstance(error, ForeignWeightsError) or self._num_failures >= _MAX_FAILURES:
+        is_foreign = isinstance(error, ForeignWeightsError)
+        if is_foreign:
+            self._requests.distrust()
+        if is_foreign or self._num_failures >= _MAX_FAILURES:
             self.take_out(str(error))
 
     # Rotation
@@ -207,20 +226,18 @@ class RemoteServer:
     def take_out(self, reason: str) -> None:
         """Out of rotation: what it was asked ends with PassingError now."""
         if reason != self.trouble:
-            log.warning("server_out_of_rotation", url=self.url, reason=reason, num_requests=len(self._in_flight))
+            log.warning("server_out_of_rotation", url=self.url, reason=reason, num_requests=len(self._requests))
         self._drop(reason)
 
     def _drop(self, reason: str) -> None:
         self.trouble, self.weight_version, self._num_failures, self._owned_at = reason, None, 0, None
-        for request in self._in_flight:
-            if not request.expired():
-                request.reschedule(asyncio.get_running_loop().time())
+        self._requests.end()
 
     def _check_progress(self) -> None:
         """Take it out where it has yielded nothing for too long."""
         stall_s = self._config.generation.openai.stall_s
-        if self._in_flight and not self._is_updating and time.monotonic() - self._progress_at > stall_s:
-            self.take_out(f"{len(self._in_flight)} requests got no token in {stall_s:g} s")
+        if self._requests and not self._is_updating and time.monotonic() - self._progress_at > stall_s:
+            self.take_out(f"{len(self._requests)} requests got no token in {stall_s:g} s")
 
     # Weights
 
@@ -237,7 +254,7 @@ class RemoteServer:
         while True:
             info = {"publisher": asdict(await where()), "settings": settings, "newer_than": newer_than, "lora": lora}
             await self._http.post("/init_weight_transfer_engine", {"init_info": info})
-            versions = await self._fetched()
+            versions = await updates.fetched(self._http)
             newest = max((version for version in versions if version is not None), default=newer_than)
             if set(versions) == {newest} and newest > newer_than:
                 return newest
@@ -245,42 +262,24 @@ class RemoteServer:
             # Each question halts the workers for an instant, so a long transfer is asked about less often.
             await asyncio.sleep(0.05 + 0.1 * (time.monotonic() - started))
 
-    async def _fetched(self) -> list[int | None]:
-        results = (await self._http.post("/collective_rpc", {"method": STATUS}))["results"]
-        if problems := [result["problem"] for result in results if result["problem"]]:
-            raise PassingError(f"its workers cannot fetch weights: {problems[0]}")
-        if not results:
-            raise PassingError("it has no workers")
-        return [result["weight_version"] for result in results]
-
     async def update(self, weight_version: int, update_info: Mapping[str, Any]) -> float:
         """Replace the weights between two tokens; returns the seconds that it stood still.
 
         Raises PassingError or TimeoutError. Nobody knows then which weights it has, and it stays paused.
         """
         started = time.perf_counter()
-        clear = str(self._config.generation.kv_on_update == "recompute").lower()
         self._is_updating = True
+        self._requests.weights_change()
         try:
-            await self._http.post(f"/pause?mode=keep&clear_cache={clear}")
-            await self._begin_update()
-            await self._http.post("/update_weights", {"update_info": {**update_info, "owner": self._owner}})
-            self._known_versions.add(weight_version)
-            await self._http.post("/finish_weight_update", {"weight_version": str(weight_version)})
+            async with self._halting:
+                self._known_versions.add(weight_version)
+                info = {**update_info, "owner": self._owner}
+                await updates.replace(self._http, weight_version, info, self._config.generation.kv_on_update)
             self.weight_version = weight_version
-            await self._http.post("/resume")
         finally:
             self._is_updating = False
             self._progress_at = time.monotonic()
         return time.perf_counter() - started
-
-    async def _begin_update(self) -> None:
-        """An update that was broken off counts as under way until it is finished."""
-        try:
-            await self._http.post("/start_weight_update")
-        except PassingError:
-            await self._http.post("/finish_weight_update")
-            await self._http.post("/start_weight_update")
 
     async def while_healthy(self, work: Coroutine[Any, Any, Result]) -> Result:
         """`work`, broken off with PassingError when the server says or shows that its engine has ended.

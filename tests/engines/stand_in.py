@@ -26,7 +26,8 @@ class StandIn(ThreadingHTTPServer):
 
     num_requests: for tokens. paths: of all requests. label: of the weights. refuses: paths that get a 500.
     ignores: paths that get no answer. is_healthy: what the server says of its engine. pull: what its worker
-    fetches weights with; it then shares no memory with anybody.
+    fetches weights with; it then shares no memory with anybody. may_draw: unset while it is paused. is_aborting:
+    what it draws ends. allowed: tokens that it may still draw, where a test counts them.
     """
 
     daemon_threads = True
@@ -44,6 +45,9 @@ class StandIn(ThreadingHTTPServer):
         self.pull: WeightPull | None = None
         self.headers: list[dict[str, str]] = []
         self.is_over = threading.Event()
+        self.may_draw, self.is_aborting = threading.Event(), threading.Event()
+        self.may_draw.set()
+        self.allowed = threading.Semaphore(0)
         self._counting = threading.Lock()
 
     @property
@@ -95,6 +99,13 @@ class Handler(BaseHTTPRequestHandler):
             return self.fetch(self.server.pull, body)
         if self.path == "/finish_weight_update" and body:
             self.server.label = body["weight_version"]
+        if self.path.startswith("/pause"):
+            self.server.may_draw.clear()
+            if "mode=abort" in self.path:
+                self.server.is_aborting.set()
+        if self.path == "/resume":
+            self.server.is_aborting.clear()
+            self.server.may_draw.set()
         return self.send(200, {})
 
     def fetch(self, pull: WeightPull, body: dict[str, Any]) -> None:
@@ -136,6 +147,36 @@ class Handler(BaseHTTPRequestHandler):
         self.event(token_ids[1:], finish_reason=reason, weight_versions=spans)
         self.wfile.write(b"data: [DONE]\n\n")
         self.close_connection = True
+
+    def draw(self, token_ids: list[int], *, per_event: int = 1) -> None:
+        """One token for each that is allowed, so many in an event; paused, aborted and labelled as vLLM does it."""
+        server, spans, waiting = self.server, [], []
+        reason = "length"
+        self.stream()
+        for place, token in enumerate(token_ids):
+            if not self.is_allowed():
+                reason = "abort"
+                break
+            if not spans or spans[-1]["version"] != server.label:
+                spans.append({"version": server.label, "start": place, "end": place})
+            spans[-1]["end"] = place + 1
+            waiting.append(token)
+            if len(waiting) == per_event and place + 1 < len(token_ids):
+                self.event(waiting)
+                waiting = []
+        self.event(waiting, finish_reason=reason, weight_versions=spans)
+        self.wfile.write(b"data: [DONE]\n\n")
+        self.close_connection = True
+
+    def is_allowed(self) -> bool:
+        """Waits for a token that may be drawn; False where the request has been aborted."""
+        server = self.server
+        while not server.is_over.is_set():
+            if server.is_aborting.is_set():
+                return False
+            if server.may_draw.is_set() and server.allowed.acquire(timeout=0.01):
+                return True
+        return False
 
     def hang(self) -> None:
         """Accept, and then nothing, until the test is over."""

@@ -204,9 +204,11 @@ async def test_the_scripted_engine_goes_on_as_if_it_had_generated_the_beginning(
         ]
 
 
-async def test_of_servers_whole_completions_are_kept_and_the_rest_is_asked_for_again(
-    serve: Serve, start: Start
+async def test_of_servers_that_do_not_help_whole_completions_are_kept_and_the_rest_is_asked_for_again(
+    serve: Serve, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("pipeline.engines.openai_server._LEAVE_TIMEOUT_S", 0.1)
+
     def one_of_three(handler: Handler, number: int) -> None:
         handler.tokens([5, 6, 7]) if number == 1 else handler.hang()
 

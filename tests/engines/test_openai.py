@@ -86,7 +86,7 @@ async def test_a_request_that_is_refused_for_good_is_made_once(serve: Serve, sta
 
 
 async def test_a_server_that_keeps_failing_is_given_up_in_the_end(serve: Serve, start: Start, monkeypatch) -> None:
-    monkeypatch.setattr("pipeline.engines.openai._MAX_ATTEMPTS", 2)
+    monkeypatch.setattr("pipeline.engines.openai_group._MAX_ATTEMPTS", 2)
     server = serve(lambda handler, number: handler.send(500, {"error": {"message": "out of memory", "code": 500}}))
     engine = await start(server)
     with pytest.raises(EngineError, match=r"out of memory.*attempt 2 of 2"):
@@ -126,10 +126,22 @@ async def test_a_dead_server_is_survived_by_the_other(serve: Serve, start: Start
         handler.server.socket.close()
         handler.close_connection = True
 
-    dying, other = serve(dies), serve(fine)
+    asked: list[dict] = []
+
+    def goes_on(handler: Handler, number: int) -> None:
+        asked.append(handler.body)
+        handler.tokens([5, 6, 7])
+
+    dying, other = serve(dies), serve(goes_on)
     engine = await start(dying, other)
     completions = await engine.generate(group_of([4, 5], group_size=6))
-    assert [completion.token_ids.tolist() for completion in completions] == [[5, 6, 7]] * 6
+    tokens = [completion.token_ids.tolist() for completion in completions]
+    num_begun = sum(item == [5, 5, 6, 7] for item in tokens)
+    assert sorted(tokens) == [[5, 5, 6, 7]] * num_begun + [[5, 6, 7]] * (6 - num_begun)
+    assert num_begun >= 1
+    assert sorted(len(body["token_ids"]) for body in asked) == [2] * (6 - num_begun) + [3] * num_begun
+    assert {body["sampling_params"]["max_tokens"] + len(body["token_ids"]) for body in asked} == {22}
+    assert all(completion.token_versions.tolist() == [0] * len(completion) for completion in completions)
 
 
 async def test_an_engine_that_has_no_server_left_says_so_and_ends(serve: Serve, start: Start) -> None:
