@@ -6,6 +6,7 @@ from typing import Protocol
 
 from pipeline.config import WeightSettings
 from pipeline.errors import ConfigError
+from pipeline.logs import get_logger
 from pipeline.places import own_folder
 from pipeline.weights.address_watch import Resolve
 from pipeline.weights.meeting import remove_abandoned
@@ -19,6 +20,8 @@ from pipeline.weights.store.publisher import StorePublisher
 from pipeline.weights.subscriber_stats import SubscriberStats
 
 _WORTH_A_PROCESS = 16 * 1024 * 1024  # bytes of a version: less is hashed before another process has woken up
+
+log = get_logger()
 
 
 class Publisher(Protocol):
@@ -91,7 +94,15 @@ def create_subscriber(
     run_id: those with the same one share a receiver. relay: passes weights on, where this one receives.
     """
     if settings.share_on_host and has_shared_memory():
-        folder = own_folder(f"weights of run {run_id}")
-        remove_abandoned(folder)
-        return SharedSubscriber(settings, resolve=resolve, folder=folder, relay=relay)
+        try:
+            folder = own_folder(f"weights of run {run_id}")
+            remove_abandoned(folder)
+            return SharedSubscriber(settings, resolve=resolve, folder=folder, relay=relay)
+        except OSError as error:
+            log.warning(
+                "weights_not_shared",
+                reason=f"{type(error).__name__}: {error}",
+                effect="this generator receives for itself",
+                way_out="let TMPDIR name a folder that can be written, or set weights.share_on_host = false",
+            )
     return create_receiver(settings, resolve, relay=relay)

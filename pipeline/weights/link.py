@@ -46,7 +46,8 @@ class Link:
     and reads headers. keys: the subscriber's own, where it has some.
     announced: highest version that an announcement has named. num_ignored: messages that were
     malformed or of another session. is_foreign: whether one had no header that could be read.
-    num_behind: answers in a row that name an older version than was asked for.
+    is_other: whether one was of another session. num_behind: answers in a row that name an older version
+    than was asked for.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Link:
         self.announced = NOTHING
         self.num_ignored = 0
         self.is_foreign = False
+        self.is_other = False
         self.num_behind = 0
         self._numbers = numbers
         self._signer = signer
@@ -132,6 +134,7 @@ class Link:
         header = self._signer.read(frame)
         self.is_foreign |= header is None
         if header is None or self.endpoints.session not in {"", header.session.hex()}:
+            self.is_other |= header is not None
             return None
         return header
 

@@ -143,21 +143,27 @@ def receiver_keys(settings: WeightSettings) -> KeyPair | None:
     return load_keys("client_secret_key_file", settings.client_secret_key_file)
 
 
-def doubt(settings: WeightSettings, endpoints: Endpoints, *, is_foreign: bool) -> str:
+def doubt(settings: WeightSettings, endpoints: Endpoints, *, is_foreign: bool, is_other: bool = False) -> str:
     """Which keys, or which address, may be why a receiver gets no answer; empty where nothing speaks for either.
 
-    endpoints: what the publisher has said of itself. is_foreign: messages came that could not be read.
+    endpoints: what the publisher has said of itself. is_foreign: messages came that could not be read. is_other:
+    such as were of another session.
     """
     ours, public_key = settings.server_public_key, endpoints.public_key
     if ours and ours != public_key:
         said = f"the publisher says that its key is {public_key!r}" if public_key else "the publisher has no key"
         return f"weights.server_public_key = {ours!r}, and {said}"
     reasons = []
+    if is_other:
+        reasons.append(
+            "who answers there has another session than the endpoints name: they are of an earlier publisher, or a "
+            "relay's own, which speaks in the name of the trainer's session"
+        )
     if public_key:
         reasons.append("the publisher has weights.allowed_keys, without that of weights.client_secret_key_file here")
     if settings.shared_key_file or is_foreign:
         reasons.append("weights.shared_key_file is not the same on both sides")
-    if urlsplit(endpoints.tiles).hostname in LOOPBACK:
+    if urlsplit(endpoints.tiles).hostname in LOOPBACK and not is_other:
         reasons.append("that address is of this machine alone: where the trainer is on another, set weights.host there")
     return "; ".join(reasons)
 

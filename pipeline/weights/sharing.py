@@ -8,6 +8,7 @@ map; when it ends, however it ends, another one goes on from what it has mapped.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import time
@@ -62,6 +63,7 @@ class SharedSubscriber:
         self._unmapped_since: float | None = None
         self._sign: tuple[int, float] | None = None  # of the receiver's life, and since when it was not renewed
         self._is_alone = False
+        self._tells = True  # whether the others know of what this one has received
         self._stats = SubscriberStats(phase=Phase.NEIGHBOUR)
 
     async def next(self, newer_than: int | None) -> WeightState:
@@ -170,7 +172,8 @@ class SharedSubscriber:
 
     async def _give_signs_of_life(self) -> None:
         while True:
-            os.utime(self._lock)
+            if self._tells:
+                os.utime(self._lock)
             await asyncio.sleep(_SIGN_EVERY_S)
 
     def _share(self, content: Content) -> None:
@@ -181,8 +184,21 @@ class SharedSubscriber:
         _, payload = encode_manifest(manifest)
         told = msgpack.packb({"manifest": payload, **place})
         aside = self._folder / f"{CURRENT}.{os.getpid()}"
-        aside.write_bytes(told)
-        aside.replace(self._folder / CURRENT)
+        try:
+            aside.write_bytes(told)
+            aside.replace(self._folder / CURRENT)
+            self._tells = True
+        except OSError as error:
+            self._tells = False  # without signs of life the others receive for themselves
+            log.warning(
+                "weights_not_shared",
+                weight_version=manifest.weight_version,
+                reason=f"{type(error).__name__}: {error}",
+                effect="generators of this machine receive for themselves",
+                way_out=f"make room in {self._folder.parent}, or let TMPDIR name another folder",
+            )
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
 
     # All of them
 
@@ -193,13 +209,10 @@ class SharedSubscriber:
         state = self._state_of_current()
         if state is None or (self._seen is not None and self._seen[0] == state and self._seen[1] <= floor):
             return None
-        try:
-            fields = msgpack.unpackb((self._folder / CURRENT).read_bytes())
-            manifest = decode_manifest(fields["manifest"], max_model_bytes=self._settings.max_model_bytes)
-        except FileNotFoundError:
+        told = self._read_current()
+        if told is None:
             return None
-        except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
-            raise WeightError(f"{self._folder / CURRENT} is damaged: {error}") from error
+        fields, manifest = told
         self._seen = (state, manifest.weight_version)
         if manifest.weight_version <= floor:
             return None
@@ -210,6 +223,19 @@ class SharedSubscriber:
             return None
         self._unmapped_since, self._mapped = None, mapped
         return Content(manifest, mapped.buffer)
+
+    def _read_current(self) -> tuple[dict[str, Any], Manifest] | None:
+        """What CURRENT says; None where it has just gone, or cannot be read: that may pass, or be how it stays."""
+        try:
+            fields = msgpack.unpackb((self._folder / CURRENT).read_bytes())
+            return fields, decode_manifest(fields["manifest"], max_model_bytes=self._settings.max_model_bytes)
+        except FileNotFoundError:
+            return None
+        except (OSError, WeightError, ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
+            if self._unmapped_since is None:
+                log.warning("shared_weights_unreadable", path=str(self._folder / CURRENT), reason=str(error))
+            self._unmapped_since = self._unmapped_since or time.monotonic()
+            return None
 
     def _state_of_current(self) -> tuple[int, int] | None:
         """Differs whenever something else is shared."""

@@ -156,7 +156,7 @@ class WeightSubscriber(Reception):
     async def _give_up(self, link: Link) -> None:
         """Connect anew, perhaps elsewhere; wait longer then, since the line may just be slow."""
         await link.note_announcements()
-        may_be = doubt(self._settings, link.endpoints, is_foreign=link.is_foreign)
+        may_be = doubt(self._settings, link.endpoints, is_foreign=link.is_foreign, is_other=link.is_other)
         log.warning(
             "weight_publisher_silent",
             waiting_for=str(self._stats.phase),
