@@ -20,6 +20,7 @@ import jsonschema
 import pytest
 from redis.asyncio import Redis
 
+from pipeline.fleet import Fleet
 from pipeline.keys import Keys
 from pipeline.picture import NARROWEST, History, picture, sparkline
 from pipeline.run.limits import Limit
@@ -63,6 +64,25 @@ async def test_a_picture_fits_and_names_queues_rates_and_workers(redis: Redis, k
     assert "2/s" in text, "ten groups in five seconds"
     assert all(any(line.startswith(f"{role}-a ") for line in lines) for role in ("generator", "scorer", "trainer"))
     assert "fed 33 = trained 0" in text
+
+
+@pytest.mark.parametrize("width", [NARROWEST, 140])
+async def test_a_picture_of_a_run_with_teachers_and_judges_has_their_queues_in_a_second_row(
+    redis: Redis, keys: Keys, width: int
+) -> None:
+    models = {f"scoring.{role}s": '[["big", "m", 1.0]]' for role in ("teacher", "judge")}
+    await Fleet(redis, keys).join(models)
+    status, history = await seen(redis, keys)
+    lines = drawn(status, history, width)
+    assert max(map(len, lines)) <= width
+    (first,) = [line for line in lines if "┌prompts" in line]
+    (second,) = [line for line in lines if "┌to_judge" in line]
+    assert "┌rollouts" in first
+    assert "┌to_teach" in first
+    assert "┌scored" in second
+    text = "\n".join(lines)
+    assert "no judge is alive" in " ".join(text.split())
+    assert "── weights: version 12" in text
 
 
 async def test_on_a_narrower_screen_lines_are_cut(redis: Redis, keys: Keys) -> None:

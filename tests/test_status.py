@@ -117,6 +117,15 @@ def test_a_trainer_that_has_a_part_of_a_batch_does_not_hide_the_scorer_whose_rew
     assert found.reason.endswith("; the reward judge has not returned for 58 s")
 
 
+@pytest.mark.parametrize(("role", "stream"), [("teacher", "to_teach"), ("judge", "to_judge")])
+def test_a_model_that_does_not_answer_is_named_with_its_setting_and_for_how_long(role: str, stream: str) -> None:
+    asking = worker(role, progress_age_s=60, in_reward="big", in_reward_s=61.0)
+    found = limit(depths(pending=4, **{stream: 4}), [*everyone(progress_age_s=60), asking])
+    assert (found.stage, found.is_blocked) == (role, True)
+    assert f"holds 4 groups of {stream}" in found.reason
+    assert found.reason.endswith(f"; big of scoring.{role}s has not answered for 61 s")
+
+
 def test_trainer_that_feeds_nothing_is_named() -> None:
     found = limit(depths(), everyone(progress_age_s=90))
     assert (found.stage, found.is_blocked) == ("trainer", True)

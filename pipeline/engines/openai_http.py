@@ -20,6 +20,8 @@ from pipeline.errors import ConfigError
 TOKENS = "/inference/v1/generate"
 
 _CONNECT_TIMEOUT_S = 10.0
+# Refused, no such host, or silence, as of a machine that is off.
+_NO_CONNECTION = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _KEEP_ALIVE_S = 2.0  # vLLM closes what was idle for 5
 
 
@@ -84,7 +86,7 @@ class Connection:
             async with self._session("control").request(method, self._url + path, json=body) as response:
                 content = await response.read()
         except (aiohttp.ClientError, OSError) as error:
-            kind = UnreachableError if isinstance(error, aiohttp.ClientConnectorError) else PassingError
+            kind = UnreachableError if isinstance(error, _NO_CONNECTION) else PassingError
             raise kind(f"it does not answer {path}: {type(error).__name__}: {error}") from error
         if response.status == 404:
             raise ConfigError(f"it has no {path}: {self._missing}")

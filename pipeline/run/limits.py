@@ -155,12 +155,15 @@ def _is_collecting(role: str, alive: Sequence[WorkerInfo]) -> bool:
 
 
 def _longest_call(role: str, alive: Sequence[WorkerInfo]) -> str:
-    """The reward function that a scorer has been in for long."""
-    scorers = [worker for worker in alive if worker.role == role and worker.status.get("in_reward")]
-    longest = max(scorers, key=lambda worker: _number(worker, "in_reward_s"), default=None)
+    """The reward function that a scorer has been in for long, or what a teacher or judge has asked for long."""
+    busy = [worker for worker in alive if worker.role == role and worker.status.get("in_reward")]
+    longest = max(busy, key=lambda worker: _number(worker, "in_reward_s"), default=None)
     if longest is None:
         return ""
-    return f"; the reward {longest.status['in_reward']} has not returned for {_number(longest, 'in_reward_s'):.0f} s"
+    name, seconds = longest.status["in_reward"], f"{_number(longest, 'in_reward_s'):.0f} s"
+    if role == "scorer":
+        return f"; the reward {name} has not returned for {seconds}"
+    return f"; {name} of scoring.{role}s has not answered for {seconds}"
 
 
 def _lost_holder(streams: Mapping[Stream, Depth], workers: Sequence[WorkerInfo]) -> Limit | None:

@@ -101,7 +101,11 @@ SAID: Mapping[str, tuple[tuple[str, ...], str]] = {
     "ready": (("boolean",), "Whether it can do its work."),
     "waiting_for": (("string", "null"), "What it waits for."),
     "waited_s": (("number",), "Since when, in seconds."),
-    "in_reward": (("string", "null"), "Of a scorer: the reward function that has run longest of those that run now."),
+    "in_reward": (
+        ("string", "null"),
+        "Of a scorer: the reward function that has run longest of those that run now. Of a teacher or judge: its "
+        "models, while they are asked.",
+    ),
     "in_reward_s": (("number",), "For how long, in seconds."),
     "busy_with": (("string", "null"), "One long piece of work in which nothing else moves."),
     "groups_in": (("integer",), "Groups that it has claimed."),

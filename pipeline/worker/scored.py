@@ -79,7 +79,8 @@ class AddingWork(ABC):
         self.context = context
         self._models = models
         self._hops = hops
-        self._num_in_work = 0
+        self._began: list[float] = []  # of each group in work, the oldest first
+        self._titles = " or ".join(model.title for model in settings)
         self._was_away = False
         remote = [model.max_concurrency for model in settings if model.url]
         group_size = context.config.generation.group_size
@@ -91,10 +92,15 @@ class AddingWork(ABC):
 
     def capacity(self) -> int:
         """Groups that can be taken on now."""
-        return self._max_in_work - self._num_in_work
+        return self._max_in_work - len(self._began)
 
     async def may_claim(self) -> None:
-        """Returns when every server answers: while one is away groups are left where they are."""
+        """Returns when every server answers: while one is away groups are left where they are.
+
+        Says how long models have been asked, for those who ask why nothing moves.
+        """
+        oldest_s = time.time() - self._began[0] if self._began else 0.0
+        self.context.set_status(in_reward=self._titles if self._began else None, in_reward_s=round(oldest_s, 1))
         if self._was_away:
             self._was_away = False
             await until_servers_answer(self.context, self._models)
@@ -102,7 +108,7 @@ class AddingWork(ABC):
     async def process(self, lease: Lease) -> Entry:
         """The group with more scores. Raises MessageError, HandBack while a server is away, and as `scores_of`."""
         context, claimed = self.context, time.time()
-        self._num_in_work += 1
+        self._began.append(claimed)
         try:
             group = decode(lease.payload, ScoredGroup, max_bytes=context.config.queues.max_payload_bytes)
             scores = await self.scores_of(group)
@@ -110,7 +116,7 @@ class AddingWork(ABC):
             self._was_away = True
             raise HandBack(str(error)) from error  # which is no attempt: however long the server is away
         finally:
-            self._num_in_work -= 1
+            self._began.remove(claimed)
         context.metrics.tokens_in_total.inc(sum(map(len, group.rollout.completions)))
         hops = {**group.hops, **dict(zip(self._hops, (claimed, time.time()), strict=True))}
         return entry_of(lease, dataclasses.replace(group, scores=scores, hops=hops))

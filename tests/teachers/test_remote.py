@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,7 +15,7 @@ import numpy as np
 import pytest
 
 from pipeline.config import Config
-from pipeline.engines import openai_asker
+from pipeline.engines import openai_asker, openai_http
 from pipeline.errors import ConfigError, ModelError, ScoringError, ServerAwayError, ServiceUnavailableError
 from pipeline.judges import Judges
 from pipeline.messages import Score, ScoredGroup
@@ -177,7 +180,25 @@ async def test_a_server_that_does_not_answer_as_it_should_fails_the_group(
     assert KEY not in str(caught.value)
 
 
-async def test_groups_wait_for_a_server_that_has_gone_away(policy: Path) -> None:
+@contextmanager
+def silence(port: int) -> Iterator[None]:
+    """As of a machine that is off: whoever wants a connection hears nothing."""
+    with socket.socket() as deaf, contextlib.ExitStack() as others:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        deaf.bind(("127.0.0.1", port))
+        deaf.listen(0)
+        for _ in range(2):  # for whom there is room
+            other = others.enter_context(socket.socket())
+            other.setblocking(False)
+            other.connect_ex(("127.0.0.1", port))
+        yield
+
+
+@pytest.mark.parametrize("place", [lambda port: contextlib.nullcontext(), silence], ids=["gone", "silent"])
+async def test_groups_wait_for_a_server_that_has_gone_away(
+    policy: Path, place: Callable[[int], AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_http, "_CONNECT_TIMEOUT_S", 0.2)
     with answering(lambda path, body, number: (404, {})) as server:
         config = config_of(policy, server.url)
         teachers = Teachers(config)
@@ -185,13 +206,15 @@ async def test_groups_wait_for_a_server_that_has_gone_away(policy: Path) -> None
         judges = Judges(Config.model_validate({"scoring": {"judges": [{"model": "tiny", "url": server.url}]}}))
         await judges.start()
     where = r"url = .*does not answer /v1/"
-    with pytest.raises(ServerAwayError, match=rf"scoring.judges\[0\].{where}"):
-        await judges.judge(ROLLOUT, [Score(reward=1.0)] * len(ROLLOUT.completions))
     work = TeachingWork(cast(WorkerContext, SimpleNamespace(config=config)), teachers)
     group = ScoredGroup(rollout=ROLLOUT, scores=tuple(Score(reward=1.0) for _ in ROLLOUT.completions), scorer="s")
     lease = cast(Lease, SimpleNamespace(payload=encode(group)))
-    with pytest.raises(HandBack, match=rf"scoring.teachers\[0\].{where}"):
-        await work.process(lease)
+    with place(int(server.server_address[1])):
+        with pytest.raises(ServerAwayError, match=rf"scoring.judges\[0\].{where}"):
+            await judges.judge(ROLLOUT, [Score(reward=1.0)] * len(ROLLOUT.completions))
+        with pytest.raises(HandBack, match=rf"scoring.teachers\[0\].{where}"):
+            await work.process(lease)
+        assert "does not answer /v1/models" in await teachers.away()
     assert work.capacity() > 0
     await teachers.close()
     await judges.close()
