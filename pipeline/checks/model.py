@@ -11,6 +11,7 @@ from pipeline.checks.config import MAX_ROWS, Report
 from pipeline.models.loading import context_length, load_config, load_skeleton, resolve_device
 from pipeline.models.routing import check_model_type
 from pipeline.models.weights import ADAPTER_MARK
+from pipeline.policy.compiling import require_compiler
 from pipeline.prompts import Dataset, prompt_lengths
 from pipeline.run.data import RunData, load_run_data
 
@@ -21,10 +22,12 @@ def algorithm(report: Report) -> None:
 
 
 def devices(report: Report) -> None:
-    """The devices are there."""
+    """The devices are there, and what compiles for the trainer's."""
     if report.config.generation.engine != "scripted":
         resolve_device(report.config.generation.device, setting="generation.device")
-        resolve_device(report.config.trainer.device, setting="trainer.device")
+        trainer = resolve_device(report.config.trainer.device, setting="trainer.device")
+        if report.config.trainer.compile:
+            require_compiler(trainer)
 
 
 def prompts(report: Report) -> None:

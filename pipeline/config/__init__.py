@@ -118,6 +118,15 @@ class Config(Section):
         return self.run.dir / self.run.name
 
     @model_validator(mode="after")
+    def _compiled_layers_replay_nothing(self) -> Config:
+        if self.trainer.compile and self.generation.replay_routing:
+            raise ValueError(
+                "trainer.compile = true with generation.replay_routing = true: which experts routers take changes from "
+                "one micro-batch to the next in a way that compiled layers do not see; set one of them to false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _weights_are_not_open_to_all(self) -> Config:
         weights = self.weights
         hosts = {"host": weights.host} | ({"relay_host": weights.relay_host} if weights.relay else {})

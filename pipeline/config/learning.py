@@ -60,6 +60,11 @@ class TrainerSettings(Section):
         "made again in the backward pass.",
     )
     gradient_checkpointing: bool = Field(False, description="Less memory, one more forward pass.")
+    compile: bool = Field(
+        False,
+        description="The model's layers as code that torch.compile makes at the first step. Meant for GPUs: on a CPU, "
+        "which needs a C++ compiler for it, nothing is gained.",
+    )
     device: str = Field("auto", description='"auto" takes a GPU when there is one; else "cpu", "cuda:0".')
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",

@@ -18,6 +18,7 @@ from pipeline.models.loading import load_model, load_untrained, resolve_dtype
 from pipeline.models.routing import RoutingReplay
 from pipeline.packing import Layout
 from pipeline.policy import CausalModel, Policy, Run, directly, proven_layout, quiet_dropout
+from pipeline.policy.compiling import compile_layers, require_compiler
 from pipeline.ranks.world import World
 
 
@@ -27,6 +28,8 @@ def build_policy(config: Config, world: World, *, on_loaded: Callable[[], None] 
     Raises ModelError, ConfigError.
     """
     trainer = config.trainer
+    if trainer.compile:
+        require_compiler(world.device)
     dtype = resolve_dtype(trainer.dtype, world.device)
     autocast = dtype if dtype is not torch.float32 else None
     model = _load(config, world, dtype)
@@ -47,7 +50,7 @@ def build_policy(config: Config, world: World, *, on_loaded: Callable[[], None] 
     run_reference: Run = directly
     if reference is not None and not world.is_alone:
         run_reference = _spread(reference, world, autocast, is_sharded=is_sharded)
-    return Policy(
+    policy = Policy(
         model,
         logprob_chunk_tokens=trainer.logprob_chunk_tokens,
         autocast=autocast,
@@ -59,6 +62,10 @@ def build_policy(config: Config, world: World, *, on_loaded: Callable[[], None] 
         run=run,
         run_reference=run_reference,
     )
+    for each in (model, reference) if trainer.compile else ():
+        if each is not None:
+            compile_layers(each)
+    return policy
 
 
 def _load(config: Config, world: World, dtype: torch.dtype) -> CausalModel:

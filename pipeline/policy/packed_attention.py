@@ -84,6 +84,12 @@ def use_packed_attention(model: PreTrainedModel, *, is_used: bool = True) -> Non
     model.set_attn_implementation(NAME if is_used else "sdpa")
 
 
+def call_outside_of_graphs() -> None:
+    """From now on packed attention is left out of what `torch.compile` makes of a layer."""
+    outside = torch.compiler.disable(packed_attention, reason="every row is another")  # type: ignore[no-untyped-call]
+    AttentionInterface.register(NAME, outside)
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pipeline.errors import ModelError
+from pipeline.models.layers import decoder_layers
 from pipeline.ranks.world import World
 
 Result = TypeVar("Result")
@@ -48,7 +49,7 @@ def shard(model: nn.Module, world: World, *, dtype: torch.dtype | None) -> Calla
     layers = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32 if dtype is not None else None, cast_forward_inputs=False
     )
-    for module in _layers(model):
+    for module in decoder_layers(model):
         fully_shard(module, mesh=mesh, mp_policy=layers)
     fully_shard(root, mesh=mesh)
     for module in root.modules():
@@ -67,14 +68,6 @@ def shard(model: nn.Module, world: World, *, dtype: torch.dtype | None) -> Calla
         return result
 
     return run
-
-
-def _layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder's layers, where transformers says what they are."""
-    kinds: set[str] = set()
-    for module in model.modules():
-        kinds |= set(getattr(module, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in kinds]
 
 
 def replicate(model: nn.Module, world: World) -> None:
