@@ -122,12 +122,12 @@ async def test_four_scorers_give_four_times_the_rate_of_one(tmp_path: Path, valk
     )
     async with running(tmp_path, valkey_url, run_name, *SCRIPTED, *settings) as run:
         run.start_all()
-        await run.until_trained(4)
-        alone = await groups_per_second(run, 8)
+        await run.until_trained(2)
+        alone = await groups_per_second(run, 4)
         await run.until_ready(*[run.start("scorer") for _ in range(3)])
         await run.until_trained((await run.ledger()).trained + 8)
-        together = await groups_per_second(run, 32)
-        assert 2.5 < together / alone < 5
+        together = await groups_per_second(run, 24)
+        assert together > 2.5 * alone
         await run.fleet.stop("the test is over")
         await run.until_over()
 

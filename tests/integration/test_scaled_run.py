@@ -72,23 +72,6 @@ async def test_a_run_without_generators_says_what_it_lacks_and_goes_on_as_fast_a
     assert (ledger.dead, ledger.num_dropped, ledger.refused) == (0, 0, 0)
 
 
-async def test_four_scorers_that_were_asked_for_give_four_times_the_rate_of_one(up: Callable[..., Up]) -> None:
-    settings = (
-        "scoring.rewards=[{function='tests.integration.rewards:slow'}]",
-        "generation.scripted.realtime=false",
-        "trainer.scripted_step_s=0",
-        "trainer.groups_per_step=2",
-        "staleness.max_staleness=16",
-    )
-    one = up("a", "--no-exporter", *words(*settings))
-    one.until_it_trains()
-    alone = rate(one, 3)
-    assert ask(one, "scale", "scorers=4").returncode == 0
-    until(lambda: alive(one, "scorer") == 4, "four scorers")
-    until_trained_more(one, 4)
-    assert rate(one, 12) > 2.5 * alone
-
-
 async def come_and_go(run: Run) -> None:
     """Two more generators, and after some steps none of them."""
     helpers = [run.start("generator") for _ in range(2)]
