@@ -151,7 +151,7 @@ async def test_a_drained_generator_is_gone_at_once_and_others_go_on_from_its_pre
         num_whole = sum(len(item) for rollout in rollouts.values() for item in rollout.completions)
         assert await run.metric(heir, "rollstream_tokens_out_total") == num_whole - said["tokens"]
         more = await drained(run, second)
-        assert more == {} or len(more) == NUM_HELD  # the heir may have taken them up already
+        assert len(more) <= NUM_HELD  # the heir may have taken some of them up already
         rollouts |= await completed(run, 2 * NUM_HELD)
         for group_id, partial in left.items():
             assert rollouts[group_id].generator == info.worker_id

@@ -15,7 +15,7 @@ from pipeline.keys import Stream
 from tests.integration.harness import SCRIPTED, Run, running
 from tests.integration.processes import Worker
 
-# A group takes half a second in a generator and a quarter in a scorer: there is often one to be caught with.
+# A group takes half a second in a generator and in a scorer: there is often one to be caught with.
 SLOW = (
     *SCRIPTED,
     "generation.scripted.tokens_per_s=32",
@@ -23,6 +23,7 @@ SLOW = (
     "staleness.max_staleness=4",
     "scoring.rewards=[{function='tests.integration.rewards:slow'}]",
     "scoring.num_processes=2",
+    "queues.lease_s=4.0",  # long beside what a busy machine adds
 )
 
 
