@@ -65,6 +65,11 @@ class TrainerSettings(Section):
         description="The model's layers as code that torch.compile makes at the first step. Meant for GPUs: on a CPU, "
         "which needs a C++ compiler for it, nothing is gained.",
     )
+    offload_optimizer: bool = Field(
+        False,
+        description="AdamW's moments wait in host memory for their step: 8 bytes of each trained weight less on the "
+        "device, the same result, slower.",
+    )
     device: str = Field("auto", description='"auto" takes a GPU when there is one; else "cpu", "cuda:0".')
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",

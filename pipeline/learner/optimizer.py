@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 from pipeline.config import TrainerSettings
 from pipeline.errors import ModelError
+from pipeline.learner.host_moments import MOMENTS, HostMoments
 from pipeline.learner.schedule import check_schedule, learning_rate
 from pipeline.ranks.gradients import sum_gradients
 from pipeline.ranks.tensors import is_spread, whole
 from pipeline.ranks.world import World
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +48,7 @@ class Optimizer:
             betas=(trainer.beta1, trainer.beta2),
             foreach=True if self._is_sharded else None,
         )
+        self._host = HostMoments(self._adamw) if trainer.offload_optimizer else None
         self._is_on_gpu = any(parameter.is_cuda for parameter in self._parameters.values())
         self._num_steps = 0
 
@@ -75,7 +75,7 @@ class Optimizer:
         self._require_the_same(norm)
         is_applied = bool(torch.isfinite(norm) & torch.isfinite(loss))
         if is_applied and norm > 0:
-            self._adamw.step()
+            (self._host or self._adamw).step()
         self._adamw.zero_grad(set_to_none=True)
         self._num_steps += 1
         return Update(grad_norm=float(norm), learning_rate=rate, is_applied=is_applied)
@@ -98,8 +98,8 @@ class Optimizer:
 
     def move(self, device: torch.device) -> None:
         """The moments to another device; the weights go with their model."""
-        for state in self._adamw.state.values():
-            for name in _MOMENTS:
+        for state in self._adamw.state.values() if self._host is None else ():
+            for name in MOMENTS:
                 state[name] = state[name].to(device)
 
     def state_dict(self) -> dict[str, object]:
@@ -109,7 +109,7 @@ class Optimizer:
         gets it, the others nothing. What is spread over them is gathered one tensor at a time.
         """
         is_kept = self._world.leads
-        weights, adamw = _host_copy(dict(self._parameters), is_kept), _host_copy(self._adamw.state_dict(), is_kept)
+        weights, adamw = _host_copy(dict(self._parameters), is_kept), self._adamw_state(is_kept)
         if not is_kept:
             return {}
         state: dict[str, object] = {
@@ -138,20 +138,36 @@ class Optimizer:
         if "cuda_rng" in state and self._is_on_gpu:
             torch.cuda.set_rng_state_all([rng.cpu() for rng in cast("list[Tensor]", state["cuda_rng"])])
 
+    def _adamw_state(self, is_kept: bool) -> dict[str, Any]:
+        state: dict[str, Any] = self._adamw.state_dict()
+        if self._host is None or not self._is_sharded:
+            return cast("dict[str, Any]", _host_copy(state, is_kept))
+        whole_state = {}
+        for index, of_one in state["state"].items():
+            parameter = self._in_order[index]
+            moments = {name: _host_copy(self._host.on_device(parameter, of_one[name]), is_kept) for name in MOMENTS}
+            whole_state[index] = _host_copy(of_one, is_kept) | moments
+        return {"state": whole_state, "param_groups": state["param_groups"]}
+
     def _load_adamw(self, state: Mapping[str, Any]) -> None:
         """state: of torch's AdamW, by the place of a parameter in its groups; of rank 0."""
-        if self._world.is_alone:
+        if self._world.is_alone and self._host is None:
             self._adamw.load_state_dict(dict(state))
             return
         outline = {"groups": state.get("param_groups"), "steps": _steps_of(state.get("state", {}))}
         outline = self._world.share(outline)
-        in_order = [parameter for group in self._adamw.param_groups for parameter in group["params"]]
-        loaded: dict[int, dict[str, Tensor]] = {}
+        self._adamw.load_state_dict({"state": {}, "param_groups": outline["groups"]})
         for index, step in outline["steps"]:
-            theirs = state["state"][index] if self._world.leads else {}
-            moments = {name: self._spread(theirs.get(name), in_order[index]) for name in _MOMENTS}
-            loaded[index] = {"step": torch.tensor(step), **moments}
-        self._adamw.load_state_dict({"state": loaded, "param_groups": outline["groups"]})
+            parameter, theirs = self._in_order[index], state["state"][index] if self._world.leads else {}
+            moments = {name: self._spread(theirs.get(name), parameter) for name in MOMENTS}
+            self._adamw.state[parameter] = {"step": torch.tensor(step), **moments}
+            if self._host is not None:
+                self._host.put_away(parameter)
+
+    @property
+    def _in_order(self) -> list[nn.Parameter]:
+        """As torch's state counts them."""
+        return [parameter for group in self._adamw.param_groups for parameter in group["params"]]
 
     def _spread(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         if self._world.is_alone:

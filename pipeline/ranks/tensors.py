@@ -21,3 +21,20 @@ def whole(tensor: Tensor) -> Tensor:
     spread: Any = tensor
     gathered: Tensor = spread.full_tensor() if is_spread(tensor) else tensor
     return gathered
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What lies on this rank."""
+    spread: Any = tensor
+    part: Tensor = spread.to_local() if is_spread(tensor) else tensor
+    return part
+
+
+def spread_as(like: Tensor, part: Tensor) -> Tensor:
+    """A tensor that is spread as `like` is, from what lies of it on each rank."""
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(like, DTensor), "only what is spread has parts"
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

@@ -118,13 +118,16 @@ def test_what_teachers_say_reaches_both_also_where_one_has_nobody_to_learn_from(
 
 @pytest.mark.parametrize("parallel", BOTH)
 def test_a_rank_without_work_waits_for_nobody(pair: Pair, model: Path, parallel: str) -> None:
-    """One completion to train on, three, none at all, and all rewards equal; then a usual step."""
-    config = config_of(model, trainer={"parallel": parallel})
+    """One completion to train on, three, none at all, and all rewards equal; then a usual step.
+
+    With FSDP the moments are in host memory.
+    """
+    config = config_of(model, trainer={"parallel": parallel, "offload_optimizer": parallel == "fsdp"})
     single = [make_group([Row(token_ids=[4, 7, 5], reward=1.0), Row(token_ids=[6], reward=0.0, loss_mask=[0])])]
     three = [make_group([Row(token_ids=[4] * n, reward=float(n)) for n in (1, 2, 9)])]
     nothing = [make_group([Row(token_ids=[4], reward=None)])]
     equal = [make_group([Row(token_ids=[4, 5], reward=1.0), Row(token_ids=[6], reward=1.0)])]
-    one = alone(config)
+    one = alone(config_of(model))
     with pair.learner(config) as two:
         for groups in (single, three, nothing, equal, GROUPS):
             expected, metrics = one.step(groups, trainer_version=0), two.step(groups, trainer_version=0)
@@ -149,8 +152,11 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_both(pair: 
 def test_a_run_goes_on_with_another_number_of_ranks(
     pair: Pair, model: Path, tmp_path: Path, parallel: str, lora: dict[str, Any]
 ) -> None:
-    """R5: from one to two and back through checkpoints; weights, moments and the adapter's hash to the last bit."""
-    config = config_of(model, trainer={"parallel": parallel}, lora=lora)
+    """R5: from one to two and back through checkpoints; weights, moments and the adapter's hash to the last bit.
+
+    Without an adapter the moments are in host memory.
+    """
+    config = config_of(model, trainer={"parallel": parallel, "offload_optimizer": not lora["rank"]}, lora=lora)
     checkpoints = Checkpoints(tmp_path, CheckpointSettings())
     checkpoints.take_over()
     one = alone(config)
