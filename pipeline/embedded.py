@@ -7,6 +7,7 @@ with its parent even when that is killed with SIGKILL.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -14,6 +15,8 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -22,9 +25,11 @@ from pipeline.places import own_folder
 
 SOCKET_NAME = "server.sock"
 LOG_NAME = "server.log"
+LOCK_NAME = "server.lock"
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 20  # whole seconds: a shell counts them
 _KEEPER_TIMEOUT_S = 5.0
+_PREDECESSOR_TIMEOUT_S = 5.0
 _MAX_SOCKET_PATH = 100  # sockaddr_un holds 104 bytes on macOS and 108 on Linux
 
 # The shell in between holds the read end of a pipe whose write end only the parent has. When the
@@ -74,10 +79,9 @@ class EmbeddedServer:
         folder = Path(tempfile.mkdtemp(prefix="rollstream-")) if dir is None else dir.resolve()
         folder.mkdir(parents=True, exist_ok=True)
         path = _socket_path(folder)
-        if _answers(path):
-            raise ConfigError(f"another server already runs in {folder}: stop it or choose another folder")
         temporary = path.parent if dir is None or path.parent != folder else None
-        keeper = _spawn(program, folder, path, persist=persist, remove=temporary)
+        with _alone_in(folder, path) as lock:
+            keeper = _spawn(program, folder, path, persist=persist, remove=temporary, lock=lock)
         server = cls(keeper, path, folder, temporary)
         server._wait_until_it_answers()
         return server
@@ -165,7 +169,32 @@ def _socket_path(folder: Path) -> Path:
     return path
 
 
-def _spawn(program: Path, folder: Path, path: Path, *, persist: bool, remove: Path | None) -> subprocess.Popen[bytes]:
+@contextmanager
+def _alone_in(folder: Path, path: Path) -> Iterator[int]:
+    """A lock on the folder, for as long as one of those lives who inherit it. path: of its server's socket.
+
+    A server that does not answer, for it hangs or is still being stopped, writes to its append-only file, too.
+    Raises ConfigError.
+    """
+    with (folder / LOCK_NAME).open("a") as file:
+        deadline = time.monotonic() + _PREDECESSOR_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if _answers(path) or time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"another server already runs in {folder}: stop it or choose another folder; where its `up` "
+                        f"was killed it ends within {STOP_TIMEOUT_S} s"
+                    ) from None
+            time.sleep(0.05)
+        yield file.fileno()
+
+
+def _spawn(
+    program: Path, folder: Path, path: Path, *, persist: bool, remove: Path | None, lock: int
+) -> subprocess.Popen[bytes]:
     settings = {
         "port": "0",
         "unixsocket": str(path),
@@ -187,6 +216,7 @@ def _spawn(program: Path, folder: Path, path: Path, *, persist: bool, remove: Pa
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        pass_fds=(lock,),
         bufsize=0,
     )
 

@@ -133,6 +133,19 @@ def test_what_persists_is_there_after_a_restart(tmp_path: Path) -> None:
     assert tmp_path.exists()
 
 
+def test_a_server_that_does_not_answer_has_its_folder_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.embedded._PREDECESSOR_TIMEOUT_S", 0.0)
+    with EmbeddedServer.start(tmp_path, persist=True) as server, client(server.url) as one:
+        pid = int(one.info("server")["process_id"])
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(ConfigError, match=r"already runs.*ends within 20 s"):
+            EmbeddedServer.start(tmp_path, persist=True)
+        os.kill(pid, signal.SIGCONT)
+        assert one.set("key", "value")
+
+
 def test_persisting_needs_a_folder() -> None:
     with pytest.raises(ConfigError, match="needs a folder"):
         EmbeddedServer.start(persist=True)
