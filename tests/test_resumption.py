@@ -93,6 +93,31 @@ def test_a_checkpoint_of_another_run_is_refused_without_touching_this_one(tmp_pa
         checkpoint_to_go_on_from(config_of(tmp_path, "checkpoint.resume=nowhere"))
 
 
+@pytest.mark.parametrize("damage", ["cut off", "gone", "not mounted"])
+def test_a_damaged_checkpoint_is_not_passed_over_in_silence(tmp_path: Path, damage: str) -> None:
+    config = config_of(tmp_path)
+    for step in (3, 5):
+        leave(config, step=step)
+    older, newest = (item.path for item in run_checkpoints(config).list())
+    match damage:
+        case "cut off":
+            (newest / "state.json").write_text("{}")
+        case "gone":
+            (newest / "COMPLETE").unlink()
+        case "not mounted":
+            newest.rename(tmp_path / "elsewhere")
+            newest.symlink_to(tmp_path / "a disk that is away")
+    with pytest.raises(ConfigError, match=f"{newest} is no complete checkpoint.*move it away to go on from {older};"):
+        checkpoint_to_go_on_from(config)
+    assert checkpoint_to_go_on_from(config_of(tmp_path, "checkpoint.resume=never")) is None
+    newest.rename(tmp_path / "away")
+    found = checkpoint_to_go_on_from(config)
+    assert found is not None
+    assert found.path == older
+    (newest.parent / "step_000002").mkdir()
+    assert checkpoint_to_go_on_from(config) == found, "an older one is of no importance"
+
+
 def test_a_run_is_over_when_its_steps_are_done_and_its_end_was_said(tmp_path: Path) -> None:
     leave(config_of(tmp_path), step=5)
     assert ending_of(config_of(tmp_path)) == "all 5 steps are done"

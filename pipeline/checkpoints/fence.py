@@ -54,7 +54,7 @@ class Fence:
             return int(said["epoch"]), int(said["sequence"])
         except (FileNotFoundError, NotADirectoryError):
             return 0, 0
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(
                 f"{self._path} cannot be read: {error}. It says which trainer may write here; where none is running, "
                 "remove it"

@@ -65,9 +65,12 @@ class Checkpoint:
 
     def _read_json(self, name: str) -> dict[str, Any]:
         try:
-            return cast(dict[str, Any], json.loads((self.path / name).read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
+            found = json.loads((self.path / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
             raise self._unreadable(name, error) from error
+        if not isinstance(found, dict):
+            raise self._unreadable(name, TypeError("it holds no object"))
+        return found
 
     def attached(self, name: str) -> bytes | None:
         """A further file; None where it was written without. Raises CheckpointError."""
@@ -136,7 +139,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
             epoch=int(marker.get("epoch", 0)),
             hashes={str(name): str(value) for name, value in marker.get("hashes", {}).items()},
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import structlog
 
 from pipeline.checkpoints.fence import Fence
-from pipeline.checkpoints.found import Checkpoint, Savable, read_checkpoint
+from pipeline.checkpoints.found import STEP_DIR, Checkpoint, Savable, read_checkpoint
 from pipeline.checkpoints.writing import failure, is_disk_full, write_marker, write_parts
 from pipeline.config import CheckpointSettings
 from pipeline.disk import sync
@@ -89,6 +89,17 @@ class Checkpoints:
         """The checkpoint that was completed last."""
         checkpoints = self.list()
         return checkpoints[-1] if checkpoints else None
+
+    def damaged(self) -> builtins.list[Path]:
+        """What has the name of a checkpoint and is none, newest first, down to the newest that is one.
+
+        A crash leaves nothing of the kind.
+        """
+        latest = self.latest()
+        named = {path: STEP_DIR.fullmatch(path.name) for path in self._dir.glob("step_*")}
+        steps = {path: int(match[1]) for path, match in named.items() if match and read_checkpoint(path) is None}
+        newer = [path for path, step in steps.items() if latest is None or step > latest.step]
+        return sorted(newer, key=lambda path: -steps[path])
 
     def save(
         self, step: int, *, learner: Savable, state: Mapping[str, Json], attached: Mapping[str, bytes] | None = None

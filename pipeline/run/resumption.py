@@ -35,7 +35,8 @@ def run_checkpoints(config: Config) -> Checkpoints:
 def checkpoint_to_go_on_from(config: Config) -> Checkpoint | None:
     """As `checkpoint.resume` says; None begins with the initial weights.
 
-    Raises ConfigError where there is none in the directory that it names, and RunConflictError for one
+    Raises ConfigError where there is none in the directory that it names, or where a newer one is damaged: to go on
+    from an older one silently would lose what it holds. Raises RunConflictError for one
     that was written with other settings: the run may have been reset in Redis and started anew.
     """
     found = _chosen(config)
@@ -57,6 +58,13 @@ def _chosen(config: Config) -> Checkpoint | None:
     own, wanted = run_checkpoints(config), config.checkpoint.resume
     if wanted == "never":
         return None
+    if damaged := own.damaged():
+        before = own.latest()
+        raise ConfigError(
+            f"{damaged[0]} is no complete checkpoint: a file of it is missing, cannot be read or has not the size that "
+            f"was written. Bring it back, or move it away to go on from {before.path if before else 'the beginning'}; "
+            "groups that only it holds are in no weights then"
+        )
     if (latest := own.latest()) is not None or wanted == "auto":
         return latest
     try:
