@@ -132,6 +132,14 @@ class Streams(Accounts):
                 break
         return accepted
 
+    async def bury_uncommitted(self, reasons: Mapping[str, str]) -> int:
+        """Sets uncommitted groups aside that cannot be fed again. reasons: group id -> why. Returns how many."""
+        buried = 0
+        for batch in batches([*reasons]):
+            why = [reasons[group_id][:_MAX_REASON] for group_id in batch]
+            buried += await self._scripts.call("bury_uncommitted", _SCHEMA, batch, why)
+        return buried
+
     async def requeue(self, ids: Sequence[str] | None = None, payloads: Mapping[str, bytes] | None = None) -> int:
         """Moves dead letters back to the stream they died in, with a full set of attempts.
 

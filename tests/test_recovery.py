@@ -18,9 +18,11 @@ from pipeline.metrics import Metrics
 from pipeline.prompts import PromptStatistics
 from pipeline.run.recovery import Recovery, TrainerState
 from pipeline.settings.files import load_config
+from pipeline.wire import encode
 from pipeline.worker.arrival import Arrival
 from pipeline.worker.context import WorkerContext
 from pipeline.worker.state import WorkerState
+from tests.groups import make_prompt
 
 
 class SlowLearner(ScriptedLearner):
@@ -143,3 +145,20 @@ async def test_a_checkpoint_knows_of_the_prompts_what_was_known_when_it_was_copi
     await successor.restore(ScriptedLearner(TrainerSettings(), StalenessSettings()), restored)
     assert restored.of_row(3) == (1, 0.5, 1)
     assert restored.coverage().seen == 1
+
+
+async def test_an_uncommitted_group_that_cannot_be_read_is_set_aside_and_the_others_are_fed_again(
+    context: WorkerContext, redis: Redis, keys: Keys
+) -> None:
+    recovery = Recovery(context)
+    assert await recovery.become_the_trainer()
+    await trained(redis, keys, "broken", "whole")
+    await redis.hset(keys.uncommitted, "whole", encode(make_prompt(7)))  # type: ignore[misc]
+    await redis.hset(keys.ledger, mapping={"fed": 2, "trained": 2})  # type: ignore[misc]
+    assert [group.ordinal for group in await recovery.lost_groups()] == [7]
+    (letter,) = await context.streams.dead_letters()
+    assert (letter.group_id, letter.payload) == ("broken", b"prompt")
+    assert "msgpack" in letter.reason
+    ledger = await context.streams.ledger()
+    assert ledger.balances
+    assert (ledger.trained, ledger.uncommitted, ledger.dead) == (1, 1, 1)

@@ -17,7 +17,8 @@ from typing import Any
 
 from pipeline.checkpoints import Checkpoint, Savable
 from pipeline.disk import write_whole
-from pipeline.errors import CheckpointError, RunConflictError
+from pipeline.errors import CheckpointError, MessageError, RunConflictError
+from pipeline.keys import Stream
 from pipeline.learner import Learner
 from pipeline.messages import Json, PromptGroup
 from pipeline.prompts import PromptStatistics
@@ -191,10 +192,16 @@ class Recovery:
         return max((version for version in known if isinstance(version, int)), default=None)
 
     async def lost_groups(self) -> list[PromptGroup]:
-        """Groups that were trained into weights which no checkpoint holds."""
-        context = self._context
-        payloads = (await context.streams.uncommitted()).values()
-        lost = [decode(payload, PromptGroup, max_bytes=context.config.queues.max_payload_bytes) for payload in payloads]
+        """Groups that were trained into weights which no checkpoint holds. What cannot be read is set aside."""
+        context, lost, unreadable = self._context, [], {}
+        for group_id, payload in (await context.streams.uncommitted()).items():
+            try:
+                lost.append(decode(payload, PromptGroup, max_bytes=context.config.queues.max_payload_bytes))
+            except MessageError as error:
+                unreadable[group_id] = str(error)
+                context.log.warning("dead_letter", group_id=group_id, reason=str(error))
+        context.metrics.dead_letters_total.labels(stage=Stream.PROMPTS.value).inc(len(unreadable))
+        await context.streams.bury_uncommitted(unreadable)
         if lost:
             context.log.info("fed_again", num_groups=len(lost))
         return lost
