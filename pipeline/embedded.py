@@ -26,6 +26,7 @@ from pipeline.places import own_folder
 SOCKET_NAME = "server.sock"
 LOG_NAME = "server.log"
 LOCK_NAME = "server.lock"
+DATA_NAME = "appendonlydir"
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 20  # whole seconds: a shell counts them
 _KEEPER_TIMEOUT_S = 5.0
@@ -127,9 +128,12 @@ class EmbeddedServer:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not _answers(self._socket):
             if self._keeper.poll() is not None or time.monotonic() > deadline:
-                log = _tail(self._folder / LOG_NAME)
+                log, data = _tail(self._folder / LOG_NAME), self._folder / DATA_NAME
                 self.stop()
-                raise ServiceUnavailableError(f"the embedded server did not start in {self._folder}: {log}")
+                away = f" Where its data is damaged: move {data} away, a run goes on from its newest checkpoint."
+                raise ServiceUnavailableError(
+                    f"the embedded server did not start in {self._folder}: {log}{away if data.exists() else ''}"
+                )
             time.sleep(0.005)
 
 
@@ -203,6 +207,7 @@ def _spawn(
         "logfile": str(folder / LOG_NAME),
         "save": "",
         "appendonly": "yes" if persist else "no",
+        "appenddirname": DATA_NAME,
         # What was answered is on disk, also where the machine goes down: a hop costs a write of the disk then.
         "appendfsync": "always",
         "maxmemory-policy": "noeviction",

@@ -133,6 +133,19 @@ def test_what_persists_is_there_after_a_restart(tmp_path: Path) -> None:
     assert tmp_path.exists()
 
 
+def test_a_server_whose_data_is_damaged_says_so_and_what_to_do(tmp_path: Path) -> None:
+    with EmbeddedServer.start(tmp_path, persist=True) as first, client(first.url) as one:
+        one.set("key", "value")
+    (data,) = tmp_path.glob("appendonlydir/*.incr.aof")
+    with data.open("ab") as file:
+        file.write(bytes(64))
+    with pytest.raises(ServiceUnavailableError, match=r"Bad file format.*move .*/appendonlydir away"):
+        EmbeddedServer.start(tmp_path, persist=True)
+    data.parent.rename(tmp_path / "away")
+    with EmbeddedServer.start(tmp_path, persist=True) as again:
+        assert again.is_running()
+
+
 def test_a_server_that_does_not_answer_has_its_folder_for_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from typing import IO
 from redis.exceptions import RedisError
 
 from pipeline.config import Config
-from pipeline.embedded import EmbeddedServer
+from pipeline.embedded import LOG_NAME, EmbeddedServer
 from pipeline.errors import ConfigError, RollstreamError, ServiceUnavailableError
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys
@@ -182,7 +182,8 @@ class LocalRun:
             await asyncio.sleep(_LOOK_EVERY_S)
             if not self._server.has_ended():
                 continue
-            kept = "; what it had written is kept, start the run again" if self._persist else ""
+            log = kept_dir(self.config) / LOG_NAME
+            kept = f"; what it had written is kept, start the run again; why is in {log}" if self._persist else ""
             say(f"the private server of this run has ended{kept}")
             supervisor.stop(ServiceUnavailableError.exit_code)
             return

@@ -99,16 +99,19 @@ class Recovery:
 
     async def _check_identity(self) -> None:
         """What was fed in Redis must have been fed by the run of this directory."""
-        context = self._context
+        context, known = self._context, self._identity().get("run_id")
+        if known == context.run_id:
+            return
         ledger = await context.streams.ledger()
-        has_been_fed = ledger.fed > 0 or ledger.eval_fed > 0
-        if has_been_fed and self._identity().get("run_id") != context.run_id:
+        if ledger.fed > 0 or ledger.eval_fed > 0:
             raise RunConflictError(
-                f"run.name = {context.config.run.name!r}: Redis holds groups of another run of this name, which does "
-                f"not belong to {context.config.run_dir}. To go on with it, bring its directory here from where its "
-                "trainer was (run.dir); else choose another run.name, or remove what is left of it with "
-                f"`rollstream reset --run {context.config.run.name}`"
+                f"run.name = {context.config.run.name!r}: Redis holds groups of another run of this name, not of "
+                f"{context.config.run_dir}. To go on with it, bring its directory here from where its trainer was "
+                f"(run.dir); else choose another run.name, or `rollstream reset --run {context.config.run.name}`"
             )
+        if known is not None:
+            kept = "weights, versions and the place in the data; groups that were in the streams are gone"
+            context.log.warning("run_lost", reason="Redis does not know this run (any more)", kept=kept)
 
     def _compare_settings(self) -> None:
         """A trainer that goes on for another says in which settings it differs, and leaves its own for the next."""

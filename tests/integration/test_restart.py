@@ -148,6 +148,7 @@ async def test_versions_go_on_rising_when_redis_lost_the_run_while_there_was_no_
         await run.until(lambda: successor.events_named("resumed") != [], "a trainer that resumes")
         (resumed,) = successor.events_named("resumed")
         assert (resumed["step"], resumed["weight_version"]) == (3, version + 1)
+        assert len(successor.events_named("run_lost")) == 1
         await run.until_over()
         assert (await run.ledger()).dead == 0
 
