@@ -46,6 +46,7 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
                     steps=arguments.steps,
                     evaluate_every=arguments.evaluate_every,
                     num_held_out=arguments.held_out,
+                    schedule=arguments.schedule,
                 )
 
 
@@ -96,6 +97,7 @@ def _parsed(words: Iterable[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=120, help="optimiser steps of a run")
     parser.add_argument("--groups-per-step", type=int, default=16, help="groups of eight completions")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--schedule", default="constant", choices=("constant", "linear", "cosine"))
     parser.add_argument("--evaluate-every", type=int, default=10, help="steps between evaluations")
     parser.add_argument("--held-out", type=int, default=1024, help="words to evaluate on")
     parser.add_argument("--results", type=Path, help="JSONL: read first, and added to run by run")

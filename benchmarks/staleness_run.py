@@ -48,7 +48,7 @@ class Case:
     """All that decides the numbers of a run.
 
     lag: age of every token in steps, once so many steps are done. evaluate_every: steps.
-    num_held_out: words to evaluate on.
+    num_held_out: words to evaluate on. schedule: of the learning rate, as `trainer.schedule`.
     """
 
     correction: str
@@ -59,6 +59,7 @@ class Case:
     steps: int
     evaluate_every: int
     num_held_out: int
+    schedule: str = "constant"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +163,7 @@ def _config(case: Case, prepared: Prepared) -> Config:
     algorithm = config.algorithm.model_copy(update=dict(CORRECTIONS[case.correction]))
     trainer = {
         "learning_rate": case.learning_rate,
-        "schedule": "constant",
+        "schedule": case.schedule,
         "groups_per_step": case.groups_per_step,
         "num_threads": 1,
     }
