@@ -112,6 +112,7 @@ def test_figures_are_means_over_seeds_and_losses_are_of_pairs() -> None:
     assert math.isnan(estimate([0.5]).half)
 
 
-def test_the_documentation_says_what_its_runs_say() -> None:
-    curves = dict(read(DOCS / "data" / "staleness.jsonl"))
+@pytest.mark.parametrize("runs", ["staleness.jsonl", "staleness_decaying.jsonl"])
+def test_the_documentation_says_what_its_runs_say(runs: str) -> None:
+    curves = dict(read(DOCS / "data" / runs))
     assert table(curves) in (DOCS / "algorithms.md").read_text(encoding="utf-8")
