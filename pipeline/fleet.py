@@ -22,6 +22,7 @@ from pipeline.errors import ConfigError, RunConflictError, TrainerReplacedError,
 from pipeline.keys import META_OF_ALL_RUNS, Keys, run_of
 from pipeline.messages import Endpoints
 from pipeline.queues.connection import Script, passes, until_accepted
+from pipeline.queues.foreign import integer
 from pipeline.roster import MICROSECONDS, Control, RunFacts, WorkerInfo, new_worker_id, read_worker, record_of
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class Fleet:
             paused=paused is not None,
             stop_reason=_text(stop_reason),
             drain=drain is not None,
-            weight_version=None if version is None else int(version),
+            weight_version=integer(self._keys, self._keys.meta, version),
             run_id=_text(run_id),
         )
 
@@ -189,8 +190,8 @@ class Fleet:
         return RunFacts(
             at=int(clock[0]) + int(clock[1]) / MICROSECONDS,
             run_id=_text(run_id),
-            created_at=float(created_at or 0),
-            weight_version=None if version is None else int(version),
+            created_at=float(integer(self._keys, self._keys.meta, created_at) or 0),
+            weight_version=integer(self._keys, self._keys.meta, version),
             is_paused=paused is not None,
             stop_reason=_text(stop_reason),
             trainer=_text(trainer),
@@ -235,8 +236,7 @@ class Fleet:
 
     async def version(self) -> int | None:
         """Newest weight version of the run; None before the first."""
-        stored = await self._hget(self._keys.meta, "weight_version")
-        return None if stored is None else int(stored)
+        return integer(self._keys, self._keys.meta, await self._hget(self._keys.meta, "weight_version"))
 
     # --- the one trainer -----------------------------------------------------------------------
 

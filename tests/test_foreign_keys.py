@@ -75,6 +75,30 @@ async def test_commands_say_which_key_and_reset_removes_it(ask: Ask, redis: Redi
     assert (await asyncio.to_thread(ask, "status")).code == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("ledger", "fed", "many"),
+        ("ledger", b"\xff", "1"),
+        ("ledger", "next_ordinal", "1e9"),
+        ("meta", "weight_version", ""),
+    ],
+)
+async def test_a_value_that_no_run_writes_is_refused_with_the_name_of_its_key(
+    ask: Ask, redis: Redis, keys: Keys, name: str, field: str | bytes, value: str
+) -> None:
+    key = f"{{{keys.run}}}:{name}"
+    await use_all(redis, keys)
+    await redis.execute_command("HSET", key, field, value)
+    answer = await asyncio.to_thread(ask, "status")
+    assert (answer.code, answer.out) == (2, "")
+    assert f"the key {key} on the server holds what no run writes there" in answer.err
+    assert f"`rollstream reset --run {keys.run}`" in answer.err
+    await redis.delete(keys.workers)
+    assert (await asyncio.to_thread(ask, "reset", "--yes")).code == 0
+    assert (await asyncio.to_thread(ask, "status")).code == 0
+
+
 @pytest.mark.usefixtures("logging_as_before")
 @pytest.mark.parametrize("name", ["prompts", "meta", "workers"])
 @pytest.mark.parametrize("is_late", [False, True], ids=["at arrival", "in mid-run"])

@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 
 from pipeline.keys import CONSUMER_GROUP, Keys, Stream
 from pipeline.queues.connection import Scripts, until_accepted
+from pipeline.queues.foreign import reading
 from pipeline.queues.leases import DeadLetter, Death, Queued, RawFields, integer_of, seconds_of, text_of
 from pipeline.queues.ledger import Depth, Ledger, read_depths, read_ledger
 
@@ -30,7 +31,9 @@ class Accounts:
 
     async def ledger(self) -> Ledger:
         """All accounts at one instant."""
-        return read_ledger(await self._scripts.call("ledger"))
+        reply = await self._scripts.call("ledger")
+        with reading(self._keys, self._keys.ledger):
+            return read_ledger(reply)
 
     async def depths(self) -> dict[Stream, Depth]:
         """How full the streams are at one instant."""

@@ -39,8 +39,9 @@ from redis.exceptions import TimeoutError as TooLate
 
 from pipeline.config import EMBEDDED, RedisSettings
 from pipeline.config.sentinel import SHAPE, SentinelUrl
-from pipeline.errors import ConfigError, RunConflictError, TrainerReplacedError
+from pipeline.errors import ConfigError, TrainerReplacedError
 from pipeline.keys import CONSUMER_GROUP, Keys
+from pipeline.queues.foreign import refuse_foreign_types
 from pipeline.queues.sentinel import PrimaryPool
 
 _Result = TypeVar("_Result")
@@ -190,7 +191,7 @@ async def until_accepted(
                     "another trainer took the run over, because this one was silent for too long"
                 ) from None
             if _said(error).startswith("WRONGTYPE"):
-                await _refuse_foreign_keys(redis, keys)
+                await refuse_foreign_types(redis, keys)
             if not (waits and isinstance(redis, _Patient) and (passes(error) or is_away(error))):
                 raise
             # That it is away is said by whoever beats.
@@ -198,17 +199,6 @@ async def until_accepted(
                 said_at = time.monotonic()
                 _log.warning("redis_takes_no_writes", error=str(error))
         await asyncio.sleep(_REFUSED_WAIT_S)
-
-
-async def _refuse_foreign_keys(redis: Redis, keys: Keys) -> None:
-    for key, wanted in keys.types.items():
-        found = cast(bytes, await redis.type(key)).decode()
-        if found not in {"none", wanted}:
-            raise RunConflictError(
-                f"run.name = {keys.run!r}: the key {key} on the server holds a {found}, where a run keeps a {wanted}; "
-                "something else has written it. Choose another run.name, or remove all keys of this one with "
-                f"`rollstream reset --run {keys.run}`"
-            ) from None
 
 
 class Script:
