@@ -100,8 +100,9 @@ class WeightPull:
         self._endpoints, self._newer_than = endpoints, newer_than
         if self._task is not None and (settings, base) != (self._settings, self._base):
             self._task.cancel()
-            self._task, self._problem = None, ""
+            self._task = None
         if self._task is None or self._task.done():
+            self._problem = ""  # of an attempt that is over
             self._settings, self._base = settings, base
             self._task = self._loop.create_task(self._receive(settings, base))
         self._asked.set()

@@ -18,7 +18,7 @@ from pipeline.messages import VersionSpan
 from pipeline.weights import WeightPublisher
 from tests.engines.conftest import Serve, Start, group_of, load, openai_config, state_of
 from tests.engines.stand_in import SERVER_INFO, fine
-from tests.weights.states import at, same
+from tests.weights.states import at, same, until
 
 pytest.importorskip("aiohttp")
 
@@ -128,6 +128,16 @@ async def test_servers_that_fetch_weights_for_themselves_show_the_keys_that_the_
             assert same(server.pull.take(3), state)
         finally:
             await engine.close()
+
+
+async def test_a_fetch_that_is_begun_anew_forgets_what_was_wrong_with_the_last_one(tmp_path: Path) -> None:
+    key, nowhere = tmp_path / "shared.key", {"announce": "tcp://127.0.0.1:9", "tiles": "tcp://127.0.0.1:9"}
+    with contextlib.closing(WeightPull()) as pull:
+        pull.follow(nowhere | {"session": ""}, {"shared_key_file": str(key)}, newer_than=-1)
+        await until(lambda: "shared_key_file" in pull.status["problem"])
+        key.write_text(secrets.token_hex(32))
+        pull.follow(nowhere | {"session": ""}, {"shared_key_file": str(key)}, newer_than=-1)
+        await until(lambda: not pull.status["problem"])
 
 
 def new_key(path: Path) -> str:
