@@ -26,7 +26,7 @@ from pipeline.engines.vllm_model import ServedModel
 from pipeline.engines.vllm_options import engine_arguments, prepare_environment, require_installed
 from pipeline.engines.vllm_outputs import Draft, Segment, TokenCounter, all_of, drafts_of, left_of
 from pipeline.engines.vllm_requests import completion_text, token_limit
-from pipeline.engines.vllm_start import draw_one_token, start_engine
+from pipeline.engines.vllm_start import close_connections, draw_one_token, start_engine
 from pipeline.engines.vllm_updates import replace_weights, unless_dead
 from pipeline.errors import EngineError, EngineLostError, ModelError, WeightError
 from pipeline.logs import get_logger
@@ -176,7 +176,9 @@ class VllmEngine:
             await self._abort_all(self._llm)
             if handler := getattr(self._llm, "output_handler", None):
                 handler.cancel()  # or it reports the end of the other processes as a failure
+            core = getattr(self._llm, "engine_core", None)
             await asyncio.to_thread(self._shut_down)
+            close_connections(core)
             gc.collect()  # what is left of it for the end of the interpreter complains then
         self._shared.close()
 

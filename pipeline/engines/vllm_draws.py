@@ -40,8 +40,9 @@ class Draws:
 
         version: of the weights that read what comes before.
         """
+        from vllm.exceptions import VLLMError
         from vllm.inputs.engine import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         request = self.llm.generate(
             # The salt keeps what an older version read out of the cache from being used for a newer one.
@@ -54,7 +55,7 @@ class Draws:
             outputs = [output async for output in request]  # one: the final
         except EngineDeadError as error:
             raise EngineLostError(f"vLLM has ended: {error}") from error
-        except (EngineGenerateError, ValueError) as error:
+        except (VLLMError, ValueError) as error:  # this request's alone, such as a token that the model does not have
             raise EngineError(f"group {prompt.group_id}: vLLM failed: {error.__cause__ or error}") from error
         return Segment.of(
             outputs[-1].outputs[0],

@@ -1,28 +1,33 @@
 """vLLM's engine brought up, or said why it cannot be.
 
 In: arguments for it, from `pipeline.engines.vllm_options`. Out: an engine that has drawn a token, or
-a ConfigError or ModelError with the way out. What vLLM raises is read here and nowhere else.
+a ConfigError, ModelError or EngineLostError with the way out. What vLLM raises is read here and nowhere else.
 """
 
 from __future__ import annotations
 
 import re
+import threading
 from typing import Any
 
 from pipeline.engines.vllm_options import installed_version
 from pipeline.engines.vllm_outputs import TokenCounter
-from pipeline.errors import ConfigError, ModelError
+from pipeline.errors import ConfigError, EngineLostError, ModelError
 from pipeline.logs import get_logger
 
 _NO_MASKS = "sampling distribution replay requires"
 _NO_EXPERTS = re.compile(r"\s*(?:Value error, )?(.*(?:Model Runner V2|AuxOutput|outed-experts)[^\n\[]*)")
+_END_S = 1.0
 _FIRST_VERSION = "0.32"  # its outputs say which weights drew each token
 
 log = get_logger()
 
 
 def start_engine(arguments: dict[str, Any], counter: TokenCounter) -> tuple[Any, bool]:
-    """The engine, and whether sampling masks are to be read off the logprobs. Raises ConfigError."""
+    """The engine, and whether sampling masks are to be read off the logprobs.
+
+    Raises ConfigError, and EngineLostError where its processes end at the start.
+    """
     try:
         return _start(arguments, counter), False
     except ConfigError as error:
@@ -49,6 +54,23 @@ async def draw_one_token(llm: Any, token_id: int, *, model_path: str) -> None:
         ) from error
 
 
+def close_connections(core: Any) -> None:
+    """Close what vLLM's front end leaves open when it is shut down: a ZeroMQ context, with its two threads.
+
+    core: its client of the other processes, None where there was none. Called in the client's event loop.
+    """
+    resources = getattr(core, "resources", None)
+    if resources is None or getattr(resources, "coordinator", None) is not None:
+        return  # with data parallelism there are sockets that only vLLM knows of
+    for name in ("output_socket", "input_socket", "first_req_send_socket", "first_req_rcv_socket"):
+        if (socket := getattr(resources, name, None)) is not None:
+            socket.close(linger=0)
+    # One socket that is not known here would keep it waiting.
+    ending = threading.Thread(target=resources.ctx.term, name="vllm-connections", daemon=True)
+    ending.start()
+    ending.join(_END_S)
+
+
 def _start(arguments: dict[str, Any], counter: TokenCounter) -> Any:
     try:
         from vllm import AsyncEngineArgs
@@ -73,3 +95,10 @@ def _start(arguments: dict[str, Any], counter: TokenCounter) -> Any:
                 "generation.replay_routing = false"
             ) from error
         raise ConfigError(f"vLLM {installed_version()} refuses its arguments (generation.vllm): {error}") from error
+    except (
+        RuntimeError
+    ) as error:  # of its processes: an argument that only they refuse, or memory that may be free later
+        raise EngineLostError(
+            f"vLLM {installed_version()} did not start: {error}. What it printed above says why; model.path, "
+            "generation.vllm and the memory that is free decide"
+        ) from error

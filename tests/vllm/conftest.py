@@ -73,10 +73,12 @@ async def started(
     )
     engine = VllmEngine(config)
     await engine.start()
+    client = engine._llm.engine_core
     try:
         yield engine
     finally:
         await engine.close()
+        assert client.resources.ctx.closed, "or it would be closed, with a warning, when the collector finds it"
 
 
 class Kept:

@@ -186,6 +186,8 @@ async def test_completions_end_where_they_must(engine: VllmEngine, history: Hist
         assert len(completion) <= 3, "the context is 128"
     with pytest.raises(EngineError, match="leaves nothing to generate"):
         await engine.generate(group_of([5] * 128))
+    with pytest.raises(EngineError, match="out of vocabulary"):
+        await engine.generate(group_of([5, 2**31 - 1]))
 
 
 async def test_a_stop_text_ends_a_completion_and_is_cut_from_its_text(engine: VllmEngine) -> None:
