@@ -227,6 +227,8 @@ def test_a_flag_without_a_value_says_how_to_write_it(tmp_path: Path) -> None:
         ("run.name = 'a b'", "run.name = 'a b'"),
         ("redis.url = 'localhost:6379'", "should be"),
         ("weights.host = '0.0.0.0'", "weights.insecure"),
+        ("lora.quantization = 'nf4'", "set rank, 16 is usual"),
+        ("lora = {rank = 8, quantization = 'nf4'}\ntrainer.num_ranks = 2", "set trainer.num_ranks = 1"),
         ("trainer.compile = true\ngeneration.replay_routing = true", "set one of them to false"),
         ("weights.port = 5\nweights.announce_port = 5", "weights.announce_port = 5"),
         ("weights.store = 's3://b/w'\nweights.relay = true", "weights.relay = true"),

@@ -104,6 +104,12 @@ def _unread(report: Report) -> None:
             "scoring.teachers: their top_k ids are sent and not read, since algorithm.jsd_coef = 0; raise it, or set "
             "top_k = 0"
         )
+    if config.lora.quantization != "none" and generation.engine in {"vllm", "openai"}:
+        report.warnings.append(
+            f"lora.quantization = {config.lora.quantization!r} does not reach generation.engine = "
+            f"{generation.engine!r}: unless its server quantizes, too, it samples from other weights than the "
+            "trainer's, which counts as off-policy"
+        )
     if not generation.merge_lora:
         return
     if not config.lora.rank:

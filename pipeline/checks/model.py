@@ -9,6 +9,7 @@ from __future__ import annotations
 from pipeline.algorithms import resolve_algorithm
 from pipeline.checks.config import MAX_ROWS, Report
 from pipeline.models.loading import context_length, load_config, load_skeleton, resolve_device
+from pipeline.models.quantization import require_quantization
 from pipeline.models.routing import check_model_type
 from pipeline.models.weights import ADAPTER_MARK
 from pipeline.policy.compiling import require_compiler
@@ -58,6 +59,7 @@ def _lengths(report: Report, data: RunData, dataset: Dataset) -> None:
 def policy(report: Report) -> None:
     """The model can be made, and has the modules that an adapter is for."""
     config = report.config
+    require_quantization(config.lora)
     if config.generation.engine == "scripted":
         report.saw("model", "none: the scripted engine makes its tokens up")
         return

@@ -127,6 +127,23 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _quantized_weights_stay_where_they_are(self) -> Config:
+        if self.lora.quantization == "none":
+            return self
+        ways_out = {
+            "trainer.num_ranks": self.trainer.num_ranks > 1 and "1",
+            "run.topology": self.is_colocated and "'disaggregated'",
+            "trainer.compile": self.trainer.compile and "false",
+        }
+        for name, way_out in ways_out.items():
+            if way_out:
+                raise ValueError(
+                    f"{name} does not go with lora.quantization = {self.lora.quantization!r}, whose weights are "
+                    f"neither spread, moved nor compiled; set {name} = {way_out}, or lora.quantization = 'none'"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _weights_are_not_open_to_all(self) -> Config:
         weights = self.weights
         hosts = {"host": weights.host} | ({"relay_host": weights.relay_host} if weights.relay else {})

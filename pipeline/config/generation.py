@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pipeline.config.base import (
     Count,
@@ -42,6 +42,20 @@ class LoraSettings(Section):
     alpha: PositiveFactor = Field(32.0, description="The adapter's output is scaled by alpha / rank.")
     target_modules: list[str] = Field(["all-linear"], description='Module names, or "all-linear".')
     dropout: Fraction = Field(0.0, description="Dropout on the adapter; above 0 it makes generator and trainer differ.")
+    quantization: Literal["none", "nf4"] = Field(
+        "none",
+        description="nf4: the weights below the adapter in 4 bits (QLoRA), in the trainer and in engine transformers; "
+        "needs rollstream[qlora].",
+    )
+
+    @model_validator(mode="after")
+    def _something_is_trained(self) -> LoraSettings:
+        if self.quantization != "none" and not self.rank:
+            raise ValueError(
+                f"quantization = {self.quantization!r} with rank = 0: weights in 4 bits cannot be trained, only an "
+                "adapter above them; set rank, 16 is usual, or quantization = 'none'"
+            )
+        return self
 
 
 class DataSettings(Section):

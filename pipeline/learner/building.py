@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipeline.config import Config
+from pipeline.errors import ConfigError
 from pipeline.models.loading import load_model, load_untrained, resolve_dtype
 from pipeline.models.routing import RoutingReplay
 from pipeline.packing import Layout
@@ -30,6 +31,11 @@ def build_policy(config: Config, world: World, *, on_loaded: Callable[[], None] 
     trainer = config.trainer
     if trainer.compile:
         require_compiler(world.device)
+    if config.lora.quantization != "none" and not world.is_alone:
+        raise ConfigError(
+            f"lora.quantization = {config.lora.quantization!r} with {world.size} ranks: weights in 4 bits are not "
+            "spread; start the trainer on one, or set lora.quantization = 'none'"
+        )
     dtype = resolve_dtype(trainer.dtype, world.device)
     autocast = dtype if dtype is not torch.float32 else None
     model = _load(config, world, dtype)

@@ -19,6 +19,7 @@ from pipeline.config import LoraSettings, ModelSettings
 from pipeline.errors import ConfigError, ModelError, few
 from pipeline.models.files import require_configuration, require_tokenizer, require_weights
 from pipeline.models.hub import require_on_hub
+from pipeline.models.quantization import keep_layout, quantized_loading
 from pipeline.models.weights import ADAPTER_MARK, dtype_named
 
 if TYPE_CHECKING:
@@ -58,12 +59,14 @@ def load_model(
 
     Dropout of the model itself is off, because probabilities must be a function of the weights. An
     adapter is initialised on the CPU from `seed`, so that every worker starts from the same one.
-    Raises ModelError.
+    Raises ModelError, ConfigError.
     """
     require_weights(model)
     _require_somewhere(model)
+    quantized = quantized_loading(lora, dtype=dtype, device=device)
     with quiet():
-        loaded = _load_pretrained(model, dtype)
+        loaded = _load_pretrained(model, dtype, quantized)
+    keep_layout(loaded)
     loaded = _prepared(loaded, lora, seed=seed, trainable=trainable)
     loaded.to(device)
     return loaded.train(trainable)
@@ -147,7 +150,7 @@ def context_length(model: ModelSettings, config: PreTrainedConfig) -> int:
     return model.max_context or own or 0
 
 
-def _load_pretrained(model: ModelSettings, dtype: torch.dtype) -> torch.nn.Module:
+def _load_pretrained(model: ModelSettings, dtype: torch.dtype, quantized: dict[str, Any]) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     config = load_config(model)
@@ -162,6 +165,7 @@ def _load_pretrained(model: ModelSettings, dtype: torch.dtype) -> torch.nn.Modul
             attn_implementation=model.attention,
             trust_remote_code=model.trust_remote_code,
             output_loading_info=True,
+            **quantized,
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ModelError(f"model.path = {model.path!r} cannot be loaded: {_short(error)}") from error

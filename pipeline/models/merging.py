@@ -30,7 +30,8 @@ class LoraMerger:
         """Load the base weights. Raises ModelError, also for a module that shares its weights with another."""
         own_dtype = getattr(load_config(model), "dtype", None) or torch.float32
         cpu = torch.device("cpu")
-        self._model = load_model(model, lora, device=cpu, dtype=own_dtype, seed=0, trainable=False)
+        exact = lora.model_copy(update={"quantization": "none"})
+        self._model = load_model(model, exact, device=cpu, dtype=own_dtype, seed=0, trainable=False)
         self._dtype = dtype
         self._adapted = _adapted_modules(self._model)
 
