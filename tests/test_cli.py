@@ -264,6 +264,10 @@ def test_checkpoints_are_listed_held_against_their_hashes_and_taken_out(ask, tmp
     (there.find("3").model_dir / "scripted.json").write_text('{"num_steps": 1}\n')
     spoilt = ask("checkpoints", "verify", "all")
     assert (spoilt.code, "step 3: " in spoilt.err, "step 6: 3 files" in spoilt.out) == (1, True, True)
+    newest = there.save(9, learner=learner, state={"step": 9})
+    (newest / "state.json").unlink()
+    damaged = ask("checkpoints", "verify", "all")
+    assert (damaged.code, f"{newest.name} is no complete checkpoint" in damaged.err) == (1, True)
 
 
 @pytest.mark.parametrize(

@@ -49,13 +49,18 @@ def verify(sources: Sources, which: str) -> int:
 
     there = _of(sources)
     chosen = there.list() if which == "all" else [_find(there, which)]
-    num_bad = 0
+    damaged = there.damaged() if which == "all" else []
+    num_bad = len(damaged)
     for item in chosen:
         try:
             click.echo(f"step {item.step}: {item.verify()} files are as they were written")
         except CheckpointError as error:
             num_bad += 1
             click.echo(f"step {item.step}: {error}", err=True)
+    for path in damaged:
+        click.echo(
+            f"{path} is no complete checkpoint: a file is missing, or has not the size that was written", err=True
+        )
     if not chosen:
         click.echo("no complete checkpoint")
     return 1 if num_bad else 0
