@@ -27,9 +27,12 @@ from tests.deploy.prometheus import Prometheus, watching
 from tests.deploy.promql import DEPLOY, rules
 from tests.integration.harness import SCRIPTED, Run, running
 from tests.integration.processes import Worker
-from tests.integration.test_stages import by_length, half
+from tests.integration.test_stages import of_both
 
-pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed"),
+    pytest.mark.timeout(300),  # a whole run with a Prometheus, and two boards that are drawn
+]
 
 _SHOWN_S = 45
 # What a run with a learner that computes nothing has no values for, and a bound that the server does not have.
@@ -62,7 +65,7 @@ NO_VALUES = {
 @pytest.fixture
 def models() -> Iterator[Answering]:
     """The server of a teacher and of a judge."""
-    with answering(lambda *asked: half(*asked) if asked[0] == "/v1/completions" else by_length(*asked)) as server:
+    with answering(of_both) as server:
         yield server
 
 
@@ -127,7 +130,8 @@ async def test_prometheus_finds_workers_that_come_and_go_and_boards_and_alerts_h
     settings = (
         *SCRIPTED,
         "trainer.max_steps=1000000",
-        "trainer.scripted_step_s=0.2",
+        "trainer.scripted_step_s=0.4",
+        "trainer.groups_per_step=2",
         "checkpoint.every_steps=3",
         "checkpoint.keep=1",
         f"scoring.teachers=[{{model='tiny',url='{models.url}'}}]",

@@ -28,6 +28,11 @@ def half(path: str, body: dict[str, Any], number: int) -> tuple[int, Any]:
     return 200, {"choices": [{"prompt_logprobs": logprobs}]}
 
 
+def of_both(path: str, body: dict[str, Any], number: int) -> tuple[int, Any]:
+    """A server of teachers and judges."""
+    return half(path, body, number) if path == "/v1/completions" else by_length(path, body, number)
+
+
 async def test_a_group_passes_rules_teacher_and_judge_also_when_a_teacher_is_killed_and_a_judge_drained(
     tmp_path: Path, valkey_url: str, run_name: str
 ) -> None:
