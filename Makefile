@@ -15,7 +15,7 @@ INSTALLED = $(shell $(PYTHON) -c 'import hashlib, pathlib; \
 
 VLLM_LIST = requirements-vllm-cpu.txt
 
-.PHONY: help demo test setup setup-vllm check format bench clean
+.PHONY: help demo test test-qlora setup setup-vllm check format bench clean
 
 help: ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -26,6 +26,12 @@ demo: $(if $(filter vllm,$(ENGINE)),setup-vllm,setup) ## Watch a tiny model lear
 # They start some thousand processes, which are not to compile the same modules again.
 test: setup ## Run all tests (ARGS="tests/test_cli.py -x")
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadscope $(ARGS)
+
+# Beside the environment: where it is in it every process that imports peft imports it, too, for most of a second.
+test-qlora: setup ## Run the tests of weights in 4 bits, with bitsandbytes
+	@test -d $(VENV)/qlora || $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
+		--target $(VENV)/qlora -c constraints.txt bitsandbytes
+	@PYTHONPATH=$(VENV)/qlora $(BIN)/python -m pytest tests/learning/test_quantization.py
 
 check: setup ## Lint, format, types, import layers, documentation
 	@$(BIN)/ruff check .
