@@ -175,7 +175,7 @@ async def test_prometheus_finds_workers_that_come_and_go_and_boards_and_alerts_h
             # A run that has ended leaves nothing that Prometheus would look for, and no alarm.
             await run.fleet.stop("the test is over")
             await run.until_over()
-            await run.until(partial(is_forgotten, prometheus), "an end of all series")
+            await run.until(partial(is_forgotten, prometheus), "an end of all series", deadline_s=150)
 
 
 async def is_forgotten(prometheus: Prometheus) -> bool:
