@@ -19,10 +19,8 @@ from pipeline.errors import ConfigError, EngineError, EngineLostError, WeightErr
 from pipeline.messages import Completion, PromptGroup
 from pipeline.weights import Endpoints, WeightPublisher, WeightState
 from tests.engines.conftest import group_of, load, shifted, state_of
-from tests.engines.test_interrupted import assert_goes_on, interrupted
 from tests.tiny import make_tiny_model
 from tests.vllm.answers import assert_drawn_by, assert_logprobs_of, assert_serves, config_for
-from tests.vllm.handover import transformers_engine
 from tests.vllm.history import stepped
 from tests.vllm.server import Server
 
@@ -142,28 +140,6 @@ async def crossing(engine: OpenAiEngine, new: WeightState) -> list[tuple[PromptG
     await asyncio.gather(*tasks)
     both = [new.weight_version - 1, new.weight_version]
     return [(group, item) for group, item in completions if [span.weight_version for span in item.spans] == both]
-
-
-async def test_what_a_server_has_begun_goes_on_elsewhere_with_every_token(
-    engine: OpenAiEngine, model: ModelSettings
-) -> None:
-    # So many that a server that is ahead of what has come from it has not ended them all.
-    groups = [group_of([4, 5, 6], ordinal=ordinal, max_tokens=120, group_size=8) for ordinal in range(70, 78)]
-    left = await interrupted(engine, *groups, after=60)
-    group, partial = next(
-        (group, partial)
-        for group in groups
-        if (partial := left.get(group.group_id)) and any(len(one.token_ids) for one in partial.unfinished.values())
-    )
-    async with transformers_engine(Path(model.path), state_of(shifted(load(model), 0.05), 1)) as second:
-        completions = await second.generate(group, partial)
-    assert_goes_on(partial, completions)
-    for index, begun in partial.unfinished.items():
-        assert [span.weight_version for span in completions[index].spans] == [0, 1]
-        head = dataclasses.replace(
-            completions[index], token_ids=begun.token_ids, generator_logprobs=begun.generator_logprobs
-        )
-        assert_drawn_by(load(model), group, head)
 
 
 async def test_weights_that_do_not_fit_leave_the_old_ones_serving(engine: OpenAiEngine, model: ModelSettings) -> None:
