@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,17 +44,37 @@ def chunked_logprobs(
     log p(id) = z_id - logsumexp over kept z, z = project(state) / temperature; float32 or wider.
     states: [M, H]. project: [m, H] -> logits [m, V]. is_trained: `project` has weights that want a gradient.
     """
-    parts = []
     ask = _chunk if is_trained or not torch.is_grad_enabled() else _frozen_chunk
+    logprobs, entropies = in_chunks(
+        partial(ask, project), states, targets, chunk_tokens=chunk_tokens, is_made_again=is_trained
+    )
+    return logprobs, entropies
+
+
+def in_chunks(
+    ask: Callable[..., tuple[Tensor, ...]],
+    states: Tensor,
+    targets: Targets,
+    *more: Tensor,
+    chunk_tokens: int,
+    is_made_again: bool = True,
+) -> tuple[Tensor, ...]:
+    """What `ask` gives for all tokens, asked for at most `chunk_tokens` of them at once.
+
+    ask: states, token_ids, temperatures, kept and `more` of some tokens -> tensors with a row for each.
+    is_made_again: the backward pass asks anew for what it needs, instead of keeping it.
+    """
+    parts = []
     for start in range(0, len(states), chunk_tokens):
         rows = slice(start, min(start + chunk_tokens, len(states)))
-        arguments = (states[rows], targets.token_ids[rows], targets.temperatures[rows], kept_of(targets.kept, rows))
+        of_targets = (targets.token_ids[rows], targets.temperatures[rows], _kept_of(targets.kept, rows))
+        arguments = (states[rows], *of_targets, *(each[rows] for each in more))
         # The backward pass begins with the last chunk: as long as it is kept, no other exists.
-        if torch.is_grad_enabled() and is_trained and rows.stop < len(states):
-            parts.append(checkpoint(ask, project, *arguments, use_reentrant=False))
+        if torch.is_grad_enabled() and is_made_again and rows.stop < len(states):
+            parts.append(checkpoint(ask, *arguments, use_reentrant=False))
         else:
-            parts.append(ask(project, *arguments))
-    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropies for _, entropies in parts])
+            parts.append(ask(*arguments))
+    return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
 
 
 def _chunk(
@@ -149,7 +170,7 @@ def limit_to_kept(logits: Tensor, kept: KeptTokens) -> Tensor:
     return logits.masked_fill(kept.is_limited[:, None] & ~is_kept, torch.finfo(logits.dtype).min)
 
 
-def kept_of(kept: KeptTokens | None, rows: slice) -> KeptTokens | None:
+def _kept_of(kept: KeptTokens | None, rows: slice) -> KeptTokens | None:
     """The part of `kept` that belongs to a chunk; `kept.rows` ascends."""
     if kept is None:
         return None

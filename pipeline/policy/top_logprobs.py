@@ -6,14 +6,14 @@ k numbers for each token. At most `chunk_tokens` rows of logits exist at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from pipeline.batching import KeptTokens, TeacherTop
-from pipeline.policy.logprobs import Targets, kept_of, limit_to_kept, token_logprobs
+from pipeline.policy.logprobs import Targets, in_chunks, limit_to_kept, token_logprobs
 
 
 @torch.no_grad()
@@ -24,16 +24,18 @@ def chunked_top_logprobs(
 
     k: `top_k`, or all ids where there are no more. An id that could not be drawn has -inf.
     """
-    parts = []
-    for rows in _chunks(states, chunk_tokens):
-        token_ids, temperatures, kept = _of_rows(targets, rows)
-        raw = project(states[rows])
+
+    def ask(
+        states: Tensor, token_ids: Tensor, temperatures: Tensor, kept: KeptTokens | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        raw = project(states)
         logprobs, _ = token_logprobs(raw, token_ids, temperatures, kept)
         logits = _scaled(raw, temperatures, kept)
         top, ids = logits.topk(min(top_k, logits.shape[1]), dim=1)
         is_kept = top > torch.finfo(top.dtype).min
-        parts.append((logprobs, ids, torch.where(is_kept, top - logits.logsumexp(dim=1, keepdim=True), -torch.inf)))
-    logprobs, ids, logprobs_of_ids = (torch.cat(columns) for columns in zip(*parts, strict=True))
+        return logprobs, ids, torch.where(is_kept, top - logits.logsumexp(dim=1, keepdim=True), -torch.inf)
+
+    logprobs, ids, logprobs_of_ids = in_chunks(ask, states, targets, chunk_tokens=chunk_tokens)
     return logprobs, ids, logprobs_of_ids
 
 
@@ -42,16 +44,10 @@ def chunked_logprobs_with_top(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Logprobs [M] and entropies [M] as of `chunked_logprobs`; and of the ids of `top`, [M, J, k + 1] with gradient:
     of each, -inf where there is none, and last of all others together."""
-    parts = []
-    for rows in _chunks(states, chunk_tokens):
-        wanted = (top.token_ids[rows], torch.isfinite(top.logprobs[rows]))
-        arguments = (project, states[rows], *_of_rows(targets, rows), *wanted)
-        # As in `chunked_logprobs`: the backward pass begins with the last chunk.
-        if torch.is_grad_enabled() and rows.stop < len(states):
-            parts.append(checkpoint(_chunk, *arguments, use_reentrant=False))
-        else:
-            parts.append(_chunk(*arguments))
-    logprobs, entropies, of_top = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    wanted = (top.token_ids, torch.isfinite(top.logprobs))
+    logprobs, entropies, of_top = in_chunks(
+        partial(_chunk, project), states, targets, *wanted, chunk_tokens=chunk_tokens
+    )
     return logprobs, entropies, of_top
 
 
@@ -90,12 +86,3 @@ def _scaled(logits: Tensor, temperatures: Tensor, kept: KeptTokens | None) -> Te
     dtype = torch.promote_types(logits.dtype, torch.float32)
     logits = logits / temperatures.to(dtype)[:, None]
     return logits if kept is None else limit_to_kept(logits, kept)
-
-
-def _chunks(states: Tensor, chunk_tokens: int) -> Iterator[slice]:
-    for start in range(0, len(states), chunk_tokens):
-        yield slice(start, min(start + chunk_tokens, len(states)))
-
-
-def _of_rows(targets: Targets, rows: slice) -> tuple[Tensor, Tensor, KeptTokens | None]:
-    return targets.token_ids[rows], targets.temperatures[rows], kept_of(targets.kept, rows)
