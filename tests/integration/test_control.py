@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.integration.harness import SCRIPTED, Run, running
 
+IDLE = "rollstream_idle_seconds_total"
 ENDLESS = (*SCRIPTED, "trainer.max_steps=100000", "trainer.scripted_step_s=0.05")
 
 
@@ -33,14 +34,19 @@ async def test_a_paused_run_keeps_all_groups_and_goes_on_where_it_was(
             infos = await run.fleet.workers()
             return sum([await run.num_held(info.worker_id) for info in infos if info.role != "trainer"]) == 0
 
+        async def all_stand_still() -> bool:
+            # One that was waiting for groups when the word came turns only when that wait ends. The
+            # trainer may wait for groups all the time.
+            paused = [await run.metric(worker, IDLE, cause="paused") for worker in run.workers[:3]]
+            return min(paused) > 0
+
         await run.until(nothing_is_in_work, "work in flight to end")
+        await run.until(all_stand_still, "everyone to count the pause")
         assert run.num_steps <= steps + 1
         before = await run.ledger()
         assert before.live > 0
         assert (await run.command("resume")).code == 0
         await run.until_steps(run.num_steps + 4)
-        for worker in run.workers[:3]:  # the trainer may have waited for groups all the time
-            assert await run.metric(worker, "rollstream_idle_seconds_total", cause="paused") > 0
         # Each was trained once, those included that the pause found on their way.
         assert set(run.times_trained.values()) == {1}
         assert len(run.times_trained) > before.fed
