@@ -117,8 +117,18 @@ class GenerationWork:
         while (version := self._engine.weight_version) is None or version < min_version:
             if version is None or self._context.draining.is_set() or time.monotonic() > patience:
                 raise HandBack(f"needs weights of version {min_version}, serving {version}")
+            # Groups that were claimed together wait for one event, not each for its own timer: they reach
+            # the engine together then, too, and with no staleness a run gives the same weights every time.
             self.version_changed.clear()
-            await self._context.wait_for_any(self.version_changed, timeout_s=_FRESHNESS_WAIT_S)
+            await self._context.wait_for_any(self.version_changed, timeout_s=max(0.0, patience - time.monotonic()))
+
+    async def watch_version(self) -> None:
+        """Servers that come and go change the engine's version without an update. Never returns; cancel it."""
+        while True:
+            before = self._engine.weight_version
+            await asyncio.sleep(_FRESHNESS_WAIT_S)
+            if self._engine.weight_version != before:
+                self.version_changed.set()
 
     async def may_claim(self) -> None:
         """Returns when the engine's weights suffice for the prompts that are being fed."""
@@ -275,11 +285,12 @@ async def generate(context: WorkerContext, engine: GenerationEngine, turn: Devic
         alternating = group.create_task(alternation.run())
         stopper = group.create_task(work.stop_at_drain())
         saver = group.create_task(work.save_as_it_goes())
+        versions = group.create_task(work.watch_version())
         watchdog = Watchdog(engine, context.config.generation.stall_s, lambda: alternation.is_asleep)
         watching = group.create_task(watchdog.run())
         stage = Stage(context, source=Stream.PROMPTS, work=work)
         await stage.run(may_claim=work.may_claim)
-        for task in (follower, alternating, stopper, saver, watching):
+        for task in (follower, alternating, stopper, saver, versions, watching):
             task.cancel()
         work.say_what_is_left()
 

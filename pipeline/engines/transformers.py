@@ -47,13 +47,16 @@ class TransformersEngine:
         self._context = 0
         self._futures: dict[GroupTask, asyncio.Future[tuple[Completion, ...]]] = {}
         self._updates: set[asyncio.Future[float]] = set()
+        # As the event loop has heard of it. The thread's own changes at any moment, and whoever asks for two
+        # groups in one tick would hear two answers.
+        self._version: int | None = None
         self._outbox: list[_Command] = []
         self._is_interrupted = False
 
     @property
     def weight_version(self) -> int | None:
         """Version that is being served; None until the first `apply_weights`."""
-        return self._decoder.weight_version if self._decoder else None
+        return self._version if self._decoder else None
 
     @property
     def model(self) -> torch.nn.Module | None:
@@ -129,7 +132,10 @@ class TransformersEngine:
         assert self._model is not None
         staged = await asyncio.to_thread(stage_weights, self._model, state)
         decoder = self._running()
-        return await self._in_thread(lambda: decoder.replace_weights(staged, state.weight_version))
+        try:
+            return await self._in_thread(lambda: decoder.replace_weights(staged, state.weight_version))
+        finally:
+            self._version = decoder.weight_version
 
     async def sleep(self) -> None:
         """Leave the device between two steps, with weights, keys and values."""
