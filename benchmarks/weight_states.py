@@ -21,11 +21,12 @@ _SHARES = np.array([0.900, 0.044, 0.018, 0.010, 0.010, 0.012, 0.005, 0.001])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """rounds: of everything. num_bytes: of the made-up model. num_layers: of the trained one, 0 for none."""
+    """rounds: of everything. num_bytes: of the made-up model. num_layers, width: of the trained one, if any."""
 
     rounds: int
     num_bytes: int
     num_layers: int
+    width: int
 
 
 def random_weights(num_bytes: int) -> State:
@@ -62,7 +63,7 @@ def _entropy_bits(counts: NDArray[np.integer]) -> float:
 
 
 def trained(
-    num_layers: int, learning_rate: float, *, num_warm: int = 4, num_pairs: int
+    num_layers: int, width: int, learning_rate: float, *, num_warm: int = 4, num_pairs: int
 ) -> Iterator[tuple[State, State]]:
     """Pairs of consecutive versions: what a Llama with float32 master weights publishes in bfloat16.
 
@@ -75,8 +76,8 @@ def trained(
     model = LlamaForCausalLM(  # type: ignore[no-untyped-call]
         LlamaConfig(
             vocab_size=4096,
-            hidden_size=512,
-            intermediate_size=1536,
+            hidden_size=width,
+            intermediate_size=3 * width,
             num_hidden_layers=num_layers,
             num_attention_heads=8,
             num_key_value_heads=8,

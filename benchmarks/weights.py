@@ -32,8 +32,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="times that everything is measured in turn")
     parser.add_argument("--model-mib", type=int, default=128, help="size of the made-up model")
     parser.add_argument("--layers", type=int, default=8, help="of the model that takes real steps; 0: none does")
+    parser.add_argument("--width", type=int, default=512, help="of these layers; a multiple of 16")
     arguments = parser.parse_args()
-    scale = Scale(rounds=arguments.rounds, num_bytes=arguments.model_mib << 20, num_layers=arguments.layers)
+    scale = Scale(
+        rounds=arguments.rounds,
+        num_bytes=arguments.model_mib << 20,
+        num_layers=arguments.layers,
+        width=arguments.width,
+    )
     results: dict[str, object] = {}
     for section in arguments.section or SECTIONS:
         results |= SECTIONS[section](scale)

@@ -136,7 +136,7 @@ def _round(versions: Versions) -> dict[str, float]:
 
 def _trained_row(scale: Scale, learning_rate: float) -> dict[str, float]:
     """Medians over steps of the optimizer, and the worst of all pairs."""
-    pairs = trained(scale.num_layers, learning_rate, num_pairs=_NUM_STEPS)
+    pairs = trained(scale.num_layers, scale.width, learning_rate, num_pairs=_NUM_STEPS)
     rows = [_row(Versions(*pair), scale.rounds) for pair in pairs]
     result = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     result |= {name: min(row[name] for row in rows) for name in rows[0] if name.endswith("_worst")}

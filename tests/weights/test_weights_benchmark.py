@@ -1,4 +1,7 @@
-"""The benchmark of the weights runs, reports in the common shape, and names what is asked of it."""
+"""The benchmark of the weights runs, reports in the common shape, and names what is asked of it.
+
+Those of its sections that need torch run here, where it is imported, and the others as a command.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import weights_codec
 from benchmarks.weight_states import Scale, entropy_bytes, moved, random_weights
+from benchmarks.weights import SECTIONS
 
 ROOT = Path(__file__).parents[2]
 
 
-def measured(section: str, *, model_mib: int) -> dict[str, Any]:
-    """The results of one section, from the last line that the benchmark prints."""
-    size = ("--rounds", "1", "--model-mib", str(model_mib), "--layers", "1")
+def reported(section: str, *, model_mib: int) -> dict[str, Any]:
+    """The results of one section, from the last line that the command prints."""
+    size = ("--rounds", "1", "--model-mib", str(model_mib), "--layers", "1", "--width", "256")
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.weights", "--json", "--section", section, *size],
         cwd=ROOT,
@@ -37,9 +40,13 @@ def measured(section: str, *, model_mib: int) -> dict[str, Any]:
     return results
 
 
+def measured(section: str, *, model_mib: int) -> dict[str, Any]:
+    """The same of a small model, measured by this process."""
+    return dict(SECTIONS[section](Scale(rounds=1, num_bytes=model_mib << 20, num_layers=1, width=256)))
+
+
 def test_patches_are_compared_with_the_entropy_and_a_copy() -> None:
-    # Here, where torch is imported: it starts no processes.
-    results: Any = weights_codec.measure(Scale(rounds=1, num_bytes=2 << 20, num_layers=1))
+    results = measured("codec", model_mib=2)
     assert 1 < results["delta_vs_entropy_1pct"] < 1.25
     assert results["xor_zstd_vs_delta_1pct"] > 1.7
     assert results["gap_abs_zstd_vs_delta_1pct"] > 1.7
@@ -50,7 +57,7 @@ def test_patches_are_compared_with_the_entropy_and_a_copy() -> None:
 
 
 def test_a_snapshot_eight_engines_and_eight_machines_are_measured_in_processes() -> None:
-    results = measured("transport", model_mib=8)
+    results = reported("transport", model_mib=4)
     assert results["snapshot_vs_raw_socket"] > 0
     assert results["eight_local_vs_one_worst"] >= results["eight_local_vs_one"] > 0
     for kind in ("snapshot", "delta"):
@@ -58,7 +65,7 @@ def test_a_snapshot_eight_engines_and_eight_machines_are_measured_in_processes()
 
 
 def test_links_that_can_be_made_here_have_a_row_and_all_others_a_reason() -> None:
-    results = measured("links", model_mib=4)
+    results = reported("links", model_mib=4)
     is_shaped = results["links_shaped_by"] == "network namespaces and tbf"
     assert set(results["links"]) == ({"loopback", "1gbit", "10gbit"} if is_shaped else {"loopback"})
     assert ("delta_speedup_1gbit" in results) is is_shaped
@@ -68,14 +75,14 @@ def test_links_that_can_be_made_here_have_a_row_and_all_others_a_reason() -> Non
 
 
 def test_a_cut_transfer_is_resumed_and_a_joiner_catches_up() -> None:
-    results = measured("joining", model_mib=24)
+    results = reported("joining", model_mib=24)
     assert 0 < results["resume_bytes_ratio_worst"] <= 1
     assert 0.5 < results["resume_kept_share"] < 0.9
     assert results["joiner_vs_snapshot_worst"] >= results["joiner_vs_snapshot"] > 0
 
 
 def test_steps_are_timed_with_and_without_a_publish_and_memory_is_that_of_processes() -> None:
-    results = measured("trainer", model_mib=16)
+    results = measured("trainer", model_mib=8)
     assert results["step_time_ratio_worst"] >= results["step_time_ratio"] > 0
     assert results["step_s"] > results["step_publish_s"] > 0
     for name in ("publisher", "subscriber"):
