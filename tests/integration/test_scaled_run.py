@@ -39,11 +39,11 @@ def until_trained_more(one: Up, num_steps: int) -> None:
 
 
 def alive(one: Up, role: str) -> int:
-    status = json.loads(ask(one, "status", "--json").stdout)
+    status = json.loads(ask(one, "status", "--json").out)
     return sum(worker["role"] == role and bool(worker["status"]["ready"]) for worker in status["workers"])
 
 
-async def test_a_run_without_generators_says_what_it_lacks_and_goes_on_as_fast_as_there_are_generators(
+def test_a_run_without_generators_says_what_it_lacks_and_goes_on_as_fast_as_there_are_generators(
     up: Callable[..., Up],
 ) -> None:
     # A generator makes one group after another, each in 0.8 s: long beside what a busy machine adds.
@@ -56,18 +56,18 @@ async def test_a_run_without_generators_says_what_it_lacks_and_goes_on_as_fast_a
     one = up("a", "--no-exporter", *words(*settings, "trainer.scripted_step_s=0"))
     one.until_it_trains()
     alone = rate(one, 2)
-    assert ask(one, "scale", "generators=0").returncode == 0
+    assert ask(one, "scale", "generators=0").code == 0
     until(lambda: "generator-1 is done" in one.log.read_text(), "the generator to leave")
-    limit = json.loads(ask(one, "status", "--json").stdout)["limit"]
+    limit = json.loads(ask(one, "status", "--json").out)["limit"]
     assert (limit["stage"], limit["is_blocked"]) == ("generator", True)
     assert limit["reason"].startswith("no generator is alive")
-    assert ask(one, "scale", "generators=3").returncode == 0
+    assert ask(one, "scale", "generators=3").code == 0
     until(lambda: alive(one, "generator") == 3, "three generators")
     until_trained_more(one, 2)
     assert rate(one, 6) > 2 * alone
     one.process.send_signal(signal.SIGTERM)
     assert one.process.wait(DEADLINE_S) == 0, one.log.read_text()
-    ledger, _ = await accounts(one.run_dir)
+    ledger, _ = accounts(one.run_dir)
     assert ledger.balances
     assert (ledger.dead, ledger.num_dropped, ledger.refused) == (0, 0, 0)
 
