@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import shutil
 import signal
+import sys
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -27,6 +28,7 @@ from pipeline.config import RedisSettings
 from pipeline.embedded import EmbeddedServer
 from pipeline.keys import Keys
 from pipeline.streams import connect
+from tests.integration.processes import share_forks
 
 # Where tests are that take seconds. They come first, so that at the end nobody works alone.
 LONG = (
@@ -41,7 +43,7 @@ LONG = (
 )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """A shell starts what runs in the background deaf to SIGINT, and processes of the tests would inherit that.
 
     How long one example of hypothesis takes says something of the machine, and nothing of the code.
@@ -50,12 +52,16 @@ def pytest_configure() -> None:
     hypothesis.settings.load_profile("any machine")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.getoption("numprocesses", None):  # it hands the tests out to others
+        share_forks()
     startup.begin()
 
 
 def pytest_collection_finish() -> None:
-    """All test modules have been imported."""
+    """All test modules have been imported. Models as small as theirs only lose by sharing their work out."""
     startup.settle()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

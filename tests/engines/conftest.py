@@ -24,12 +24,6 @@ Serve = Callable[[Callable[[Handler, int], None]], StandIn]
 Start = Callable[..., Awaitable[OpenAiEngine]]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    """Models this small only lose by sharing their work out."""
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> ModelSettings:
     """A tiny Llama on disk."""

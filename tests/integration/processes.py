@@ -2,7 +2,7 @@
 
 In: the words of a `rollstream ROLE` command. Out: a process of its own that runs just that, and the
 file with its output. A start costs milliseconds instead of a second of imports; everything after
-the imports is what the command does.
+the imports is what the command does. Processes that test at the same time share what they fork from.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).parents[2]
 # With what those import that have a model, which takes a process four seconds; importing it starts no thread.
@@ -27,6 +29,8 @@ _IMPORTED = [
     *(f"workers.{role}" for role in ("generator", "scorer", "teacher", "judge", "trainer", "exporter")),
     *("torch", "transformers.models.llama.modeling_llama", "pipeline.engines.transformers", "pipeline.learner.policy"),
 ]
+_SERVER: Any = forkserver._forkserver
+_ADDRESS = "FORK_SERVER_OF_TESTS"
 
 
 @dataclass(eq=False)
@@ -98,7 +102,7 @@ def start_process(words: Sequence[str], log: Path, *, may_fail: bool = False, sk
 
     skew_s: how far its clock is ahead of everyone else's.
     """
-    process = _forks().Process(target=_be, args=([*words], log, skew_s), daemon=True)
+    process = forks().Process(target=_be, args=([*words], log, skew_s), daemon=True)
     process.start()
     return Worker(words[0], process, log, may_fail)
 
@@ -124,17 +128,27 @@ def _skew_clock(seconds: float) -> None:
 
 
 @functools.cache
-def _forks() -> ForkServerContext:
+def forks() -> ForkServerContext:
     """A process that has imported what workers import, and has no threads."""
     context = multiprocessing.get_context("forkserver")
+    if address := os.environ.get(_ADDRESS):
+        _use(address)
+        return context
     context.set_forkserver_preload(_IMPORTED)
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
+    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
         forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
     return context
+
+
+def share_forks() -> None:
+    """Start it, for all processes that this one starts; it ends with this one."""
+    if not hasattr(_SERVER, "_forkserver_authkey"):  # from Python 3.14 on each has to have one of its own
+        forks()
+        os.environ[_ADDRESS] = _SERVER._forkserver_address
+
+
+def _use(address: str) -> None:
+    """Fork from what another process has started, and which is not looked after here."""
+    _SERVER._forkserver_address = address
+    _SERVER._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+    _SERVER.ensure_running = resource_tracker.ensure_running

@@ -7,7 +7,6 @@ serves many learners.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from pipeline.ranks.leader import LeadingLearner, tell
 from pipeline.ranks.orders import Work
 from pipeline.ranks.place import Place
 from pipeline.ranks.world import World
+from tests.integration.processes import forks
 
 TRAINER = {"learning_rate": 1e-5, "device": "cpu", "micro_batch_tokens": 64, "max_steps": 10}
 
@@ -56,7 +56,7 @@ def two_ranks() -> Iterator[Pair]:
 
     make: Any = dist.TCPStore  # type: ignore[attr-defined]
     store = make("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    other = multiprocessing.get_context("spawn").Process(target=_be_rank_1, args=(store.port,), daemon=True)
+    other = forks().Process(target=_be_rank_1, args=(store.port,), daemon=True)
     with mock.patch.dict(os.environ, variables(0, store.port)):
         other.start()
         world = World.join(Place(size=2), TrainerSettings.model_validate(TRAINER | {"collective_timeout_s": 100.0}))
