@@ -43,7 +43,8 @@ class Block:
         """Change `words` in place."""
         values = self.values
         if not self.is_absolute:
-            values = words.take(self.indices) + values
+            # Indices are inside: clipping never happens, and is quicker than looking for one that is not.
+            values = words.take(self.indices, mode="clip") + values
         words[self.indices] = values
 
 
