@@ -8,10 +8,8 @@ the trainer's lock clears what is left of it.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict
 from importlib import resources
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -23,7 +21,17 @@ from pipeline.keys import META_OF_ALL_RUNS, Keys, run_of
 from pipeline.messages import Endpoints
 from pipeline.queues.connection import Script, passes, until_accepted
 from pipeline.queues.foreign import integer
-from pipeline.roster import MICROSECONDS, Control, RunFacts, WorkerInfo, new_worker_id, read_worker, record_of
+from pipeline.roster import (
+    MICROSECONDS,
+    Control,
+    RunFacts,
+    WorkerInfo,
+    endpoints_text,
+    new_worker_id,
+    read_endpoints,
+    read_worker,
+    record_of,
+)
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -220,12 +228,11 @@ class Fleet:
 
     async def set_endpoints(self, endpoints: Endpoints) -> None:
         """Say where weights are published."""
-        await self._hset(self._keys.meta, {"endpoints": json.dumps(asdict(endpoints))})
+        await self._hset(self._keys.meta, {"endpoints": endpoints_text(endpoints)})
 
     async def endpoints(self) -> Endpoints | None:
-        """Where weights are published; None where no trainer says so."""
-        stored = await self._hget(self._keys.meta, "endpoints")
-        return None if stored is None else Endpoints(**json.loads(stored))
+        """Where weights are published; None where no trainer says so, or has written what stands there."""
+        return read_endpoints(await self._hget(self._keys.meta, "endpoints"))
 
     async def set_version(self, weight_version: int, *, trainer: str = "") -> int:
         """Raise the run's weight version; it never falls. Returns what it is now.
@@ -277,8 +284,8 @@ class Fleet:
         keys = [self._keys.trainer_lock, self._keys.control, self._keys.meta]
         return bool(await self._call("lock", keys, [worker_id, int(ttl_s * 1000), how]))
 
-    async def _hget(self, key: str, name: str) -> str | None:
-        return _text(await self._accepted(lambda: cast("Awaitable[bytes | None]", self._redis.hget(key, name))))
+    async def _hget(self, key: str, name: str) -> bytes | None:
+        return await self._accepted(lambda: cast("Awaitable[bytes | None]", self._redis.hget(key, name)))
 
     async def _hset(self, key: str, mapping: Mapping[str, str]) -> None:
         pairs = [text for pair in mapping.items() for text in pair]

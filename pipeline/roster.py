@@ -10,11 +10,11 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
-from pipeline.messages import Json
+from pipeline.messages import Endpoints, Json
 
 _BEATS_UNTIL_LOST = 4
 _GRACE_S = 1.0
@@ -125,3 +125,19 @@ def read_worker(worker_id: str, value: bytes, now_us: int) -> tuple[WorkerInfo, 
     except (ValueError, TypeError):
         return None
     return worker, beat
+
+
+def endpoints_text(endpoints: Endpoints) -> str:
+    """Where a publisher is, as JSON; `read_endpoints` reads it."""
+    return json.dumps(asdict(endpoints))
+
+
+def read_endpoints(value: bytes | str | None) -> Endpoints | None:
+    """Where a publisher is; None for nothing, and for what none has written."""
+    try:
+        said = json.loads(value or b"null")
+        endpoints = Endpoints(**said)
+    except (ValueError, TypeError):
+        return None
+    is_text = all(isinstance(getattr(endpoints, item.name), str) for item in fields(endpoints))
+    return endpoints if is_text else None

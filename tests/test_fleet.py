@@ -185,6 +185,16 @@ async def test_endpoints_travel_through_the_registry(fleet: Fleet) -> None:
     assert await fleet.endpoints() == endpoints
 
 
+@pytest.mark.parametrize(
+    "value", [b"", b"\xff", b"{", b"7", b"[]", b"{}", b'{"announce": 1, "tiles": "", "session": ""}', b'{"tiles": "t"}']
+)
+async def test_an_address_that_no_trainer_has_written_is_none(
+    fleet: Fleet, redis: Redis, keys: Keys, value: bytes
+) -> None:
+    await redis.execute_command("HSET", keys.meta, "endpoints", value)
+    assert await fleet.endpoints() is None
+
+
 async def test_first_worker_fixes_the_settings_and_a_different_one_may_not_join(fleet: Fleet) -> None:
     run_id = await fleet.join({"model.path": '"a"', "lora.rank": "8"}, resolved="[model]")
     assert await fleet.join({"model.path": '"a"', "lora.rank": "8"}) == run_id

@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import json
 import time
-from dataclasses import asdict
 
 from pipeline.config import Config
 from pipeline.engines import GenerationEngine, Interrupted
@@ -21,6 +19,7 @@ from pipeline.errors import WeightError
 from pipeline.keys import Stream
 from pipeline.messages import PromptGroup, RolloutGroup
 from pipeline.partials import Partials
+from pipeline.roster import endpoints_text, read_endpoints
 from pipeline.streams import Entry, Lease
 from pipeline.weights import Endpoints
 from pipeline.weights.address_watch import Resolve
@@ -185,7 +184,8 @@ class WeightFollower:
         async def relays() -> list[tuple[str, Endpoints]]:
             there = [worker for worker in await fleet.workers() if worker.is_alive and worker.status.get("relay")]
             there.sort(key=lambda worker: (worker.started_at, worker.worker_id))
-            return [(worker.worker_id, Endpoints(**json.loads(str(worker.status["relay"])))) for worker in there]
+            told = [(worker.worker_id, read_endpoints(str(worker.status["relay"]))) for worker in there]
+            return [(worker_id, endpoints) for worker_id, endpoints in told if endpoints is not None]
 
         if not context.config.weights.relay:
             return fleet.endpoints
@@ -197,7 +197,7 @@ class WeightFollower:
         """Say that this generator passes weights on, once it is the one of its machine that receives them."""
         while not self._subscriber.is_receiving:  # noqa: ASYNC110  another process sets no event
             await asyncio.sleep(_FRESHNESS_WAIT_S)
-        self._context.set_status(relay=json.dumps(asdict(relay)))
+        self._context.set_status(relay=endpoints_text(relay))
 
     async def _follow_one(self) -> None:
         """The next version, received and applied."""

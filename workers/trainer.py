@@ -243,6 +243,9 @@ class Trainer:
         while self._publisher.is_serving:
             self._account.update()
             self._time.tick()
+            if await self._context.fleet.endpoints() != self._endpoints:
+                self._context.log.warning("weights_address_put_back", reason="another one, or none, stood in Redis")
+                await self._context.fleet.set_endpoints(self._endpoints)
             await asyncio.sleep(self._config.worker.heartbeat_s)
         raise WeightError("nothing serves this trainer's weights any more; what was printed above says why")
 

@@ -15,7 +15,16 @@ import zmq.asyncio
 
 from pipeline.config import WeightSettings
 from pipeline.errors import WeightError
-from pipeline.weights.protocol import MAGIC, MAX_MANIFEST_BYTES, NO_ROOT, NOTHING, NUM_PAYLOADS, Header, Kind
+from pipeline.weights.protocol import (
+    MAGIC,
+    MAX_MANIFEST_BYTES,
+    NO_ROOT,
+    NO_SESSION,
+    NOTHING,
+    NUM_PAYLOADS,
+    Header,
+    Kind,
+)
 from pipeline.weights.security import KeyPair, Signer, use_public_key
 from pipeline.weights.state import Endpoints
 
@@ -40,7 +49,7 @@ class Answer:
 class Link:
     """Connected on construction, in the sense of ZeroMQ: it delivers as soon as there is someone.
 
-    Raises WeightError where address or key are none. endpoints.session: empty accepts any.
+    Raises WeightError where address, key or session are none. endpoints.session: empty accepts any.
     receiver: whom the publisher serves, the same on all connections of a subscriber. numbers: of its
     requests, ascending over all of them, so that no late answer is taken for another's. signer: writes
     and reads headers. keys: the subscriber's own, where it has some.
@@ -62,6 +71,7 @@ class Link:
         keys: KeyPair | None,
     ) -> None:
         self.endpoints = endpoints
+        self.session = _session_of(endpoints)
         self.announced = NOTHING
         self.num_ignored = 0
         self.is_foreign = False
@@ -133,10 +143,21 @@ class Link:
     def _accepted(self, frame: bytes) -> Header | None:
         header = self._signer.read(frame)
         self.is_foreign |= header is None
-        if header is None or self.endpoints.session not in {"", header.session.hex()}:
+        if header is None or self.session not in {NO_SESSION, header.session}:
             self.is_other |= header is not None
             return None
         return header
+
+
+def _session_of(endpoints: Endpoints) -> bytes:
+    """NO_SESSION for an empty one. Raises WeightError."""
+    try:
+        session = bytes.fromhex(endpoints.session) or NO_SESSION
+    except ValueError:
+        session = b""
+    if len(session) != len(NO_SESSION):
+        raise WeightError(f"{endpoints}: a session is {2 * len(NO_SESSION)} hexadecimal digits, or empty for any")
+    return session
 
 
 def _socket(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:

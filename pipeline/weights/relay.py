@@ -39,10 +39,10 @@ class Relay:
         self._publisher.speak_for(NO_SESSION)
         return endpoints
 
-    def speak_for(self, session: str) -> None:
-        """Whose weights are to come, in hexadecimal: until there are some, children are told so in its name."""
-        if session:
-            self._publisher.speak_for(bytes.fromhex(session))
+    def speak_for(self, session: bytes) -> None:
+        """Whose weights are to come: until there are some, children are told so in its name. NO_SESSION: not known."""
+        if session != NO_SESSION:
+            self._publisher.speak_for(session)
 
     def begin(self, transfer: Transfer, payloads: Sequence[bytes]) -> None:
         """A version is coming in. payloads: its manifest and, if it comes as patches, their table."""

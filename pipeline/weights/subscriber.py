@@ -140,7 +140,7 @@ class WeightSubscriber(Reception):
                 keys=self._keys,
             )
             if self._relay is not None:
-                self._relay.speak_for(endpoints.session)
+                self._relay.speak_for(self._link.session)
         return self._link
 
     async def _answer(self, link: Link) -> Answer:

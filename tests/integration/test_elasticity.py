@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.keys import Stream
+from pipeline.keys import Keys, Stream
 from pipeline.learner.scripted import ScriptedLearner
 from pipeline.messages import RolloutGroup
 from pipeline.streams import Entry
@@ -207,3 +207,16 @@ async def test_a_generator_of_a_run_whose_name_is_misspelled_says_which_run_it_w
         assert {event["run"] for event in misspelled.events_named("waiting")} == {run_name[:-1]}
         misspelled.signal(signal.SIGTERM)
         assert await run.until_exit(misspelled) == [0]
+
+
+async def test_an_address_of_the_weights_that_is_spoilt_is_put_back_by_the_trainer(
+    tmp_path: Path, valkey_url: str, run_name: str
+) -> None:
+    async with running(tmp_path, valkey_url, run_name, *SCRIPTED, "trainer.max_steps=3") as run:
+        trainer = run.start("trainer")
+        await run.until_ready(trainer)
+        await run.redis.execute_command("HSET", Keys(run_name).meta, "endpoints", "here it is")
+        run.start("generator")
+        run.start("scorer")
+        await run.until_over()
+        assert trainer.events_named("weights_address_put_back") != []

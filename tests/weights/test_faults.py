@@ -323,11 +323,12 @@ async def test_an_object_whose_tiles_are_never_right_is_given_up() -> None:
         context.term()
 
 
-async def test_an_address_that_is_none_is_waited_out() -> None:
+@pytest.mark.parametrize(("field", "value"), [("tiles", "nowhere"), ("session", "run-7"), ("session", "abcd")])
+async def test_an_address_that_is_none_is_waited_out(field: str, value: str) -> None:
     with WeightPublisher(FAST) as publisher:
         endpoints = publisher.start()
         publisher.publish(make_state(1))
-        answers = [replace(endpoints, tiles="nowhere"), endpoints]
+        answers = [replace(endpoints, **{field: value}), endpoints]
 
         async def resolve() -> Endpoints:
             return answers.pop(0) if len(answers) > 1 else answers[0]
