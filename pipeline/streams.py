@@ -166,7 +166,8 @@ class Streams(Accounts):
         """Up to `count` groups: those whose lease lapsed first, then new ones.
 
         Waits up to `block_s` for the first one. Lapsed leases are looked for every third of a
-        lease and whenever there is nothing new; what was tried max_attempts times is dead-lettered.
+        lease, again where the last look found all it wanted, and whenever there is nothing new; what
+        was tried max_attempts times is dead-lettered.
         A call that is cancelled, or whose reply is lost, may leave groups with this consumer: they
         come back when their lease lapses.
         """
@@ -214,6 +215,8 @@ class Streams(Accounts):
             await self._reopen_after(error)
             return []
         self._cursors[stream], taken = reply
+        if len(taken) == count:
+            self._next_reclaim_at[stream] = 0.0  # more may have lapsed, and they come before what is new
         return [lease_of(stream, entry_id, fields, attempt) for entry_id, attempt, fields in taken]
 
     async def _reopen_after(self, error: RedisError) -> None:

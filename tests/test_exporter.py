@@ -103,13 +103,15 @@ async def test_an_exporter_that_leaves_tells_prometheus_who_stays(redis: Redis, 
     draining = replace(THERE, worker_id="generator-b", address="h:3", status={"state": "draining"})
     status = replace(await collect(redis, keys), workers=(THERE, draining, ITSELF))
     targets.show(status)
-    assert targets.leave() == 0, "nobody has ever asked"
+    assert targets.leave(0.5) == 0, "nobody has ever asked"
     targets = Targets(keys.run, "exporter-a", clock=lambda: now[0])
     targets.show(status)
     for now[0] in (100.0, 102.0):
         assert addresses(targets) == ["h:1", "h:3", "h:2"]
-    assert targets.leave() == 5.0, "twice the time between two questions, and one more second"
-    assert not targets.said_goodbye.is_set()
+    assert targets.leave(0.5) == 5.5, "twice the time between two questions, and one more second"
+    assert addresses(targets) == ["h:1"]
+    assert not targets.said_goodbye.is_set(), "who was asked to leave at the same time may not have said so yet"
+    now[0] = 102.5
     assert addresses(targets) == ["h:1"]
     assert targets.said_goodbye.is_set()
     targets.show(replace(status, stop_reason="all steps are done"))

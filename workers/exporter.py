@@ -80,7 +80,9 @@ class Watcher:
 
     async def leave(self) -> None:
         """Let Prometheus, if it asks here, know of the end before it comes."""
-        end = time.monotonic() + self._targets.leave()
+        # The others have said that they leave, too, with their next sign of life.
+        others_after_s = self._context.config.worker.heartbeat_s + _GOODBYE_LOOK_S
+        end = time.monotonic() + self._targets.leave(others_after_s)
         while time.monotonic() < end and not self._targets.said_goodbye.is_set():
             await self.look()
             await asyncio.to_thread(self._targets.said_goodbye.wait, _GOODBYE_LOOK_S)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from pipeline.checks.findings import Finding, Level
 from pipeline.config import Config, RedisSettings
@@ -31,9 +31,9 @@ _PING_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """info: of INFO. fsync: of `appendfsync`; None where the server does not tell us."""
+    """info: of INFO. fsync: of `appendfsync`. None where the server does not tell this user."""
 
-    info: Mapping[str, Any]
+    info: Mapping[str, Any] | None
     fsync: str | None
 
 
@@ -72,7 +72,11 @@ def _reason(error: Exception) -> str:
 
 async def _ask(settings: RedisSettings, url: str) -> _Answer:
     async with asyncio.timeout(_PING_TIMEOUT_S), connect(settings, url, retries=0) as client:
-        info = await client.info()
+        await client.ping()
+        try:
+            info = await client.info()
+        except NoPermissionError:
+            return _Answer(None, None)
         try:
             fsync = str((await client.config_get("appendfsync"))["appendfsync"])
         except (RedisError, KeyError):
@@ -82,6 +86,10 @@ async def _ask(settings: RedisSettings, url: str) -> _Answer:
 
 def _findings(answer: _Answer, name: str, without_file: Level | None) -> Iterator[Finding]:
     info = answer.info
+    if info is None:
+        text = f"{name} answers; the users operator and exporter may ask, too, whether it keeps what it is told"
+        yield Finding(subject=_SUBJECT, level=Level.OK, text=text)
+        return
     kind = "Valkey" if info.get("server_name") == "valkey" else "Redis"
     number = str(info.get("valkey_version") or info["redis_version"])
     yield Finding(subject=_SUBJECT, level=Level.OK, text=f"{name}: {kind} {number}")

@@ -30,7 +30,7 @@ class Targets:
         self._status: RunStatus | None = None
         self._asked_at: float | None = None
         self._interval_s = _USUAL_INTERVAL_S
-        self._is_leaving = False
+        self._leaves_at: float | None = None
         self.said_goodbye = threading.Event()
 
     def show(self, status: RunStatus | None) -> None:
@@ -46,22 +46,27 @@ class Targets:
         status = self._status
         if status is None:
             return None
-        if self._is_leaving:
+        if self._leaves_at is not None and now >= self._leaves_at:
             self.said_goodbye.set()
         return [self._target(worker) for worker in status.workers if self._is_there(worker, status)]
 
-    def leave(self) -> float:
-        """Whoever answers is about to go. Returns for how many seconds it should wait to be asked once more."""
-        self._is_leaving = True
-        if self._asked_at is None or self._clock() - self._asked_at > _MOST_PATIENCE_S:
+    def leave(self, others_after_s: float) -> float:
+        """Whoever answers is about to go. Returns for how many seconds it should wait to be asked once more.
+
+        others_after_s: until all who were asked to leave at the same time have said so. What is
+        answered sooner is no goodbye, as they would be looked for ever after.
+        """
+        now = self._clock()
+        self._leaves_at = now + others_after_s
+        if self._asked_at is None or now - self._asked_at > _MOST_PATIENCE_S:
             return 0.0
-        return min(2 * self._interval_s + 1.0, _MOST_PATIENCE_S)
+        return min(others_after_s + 2 * self._interval_s + 1.0, _MOST_PATIENCE_S)
 
     def _is_there(self, worker: WorkerInfo, status: RunStatus) -> bool:
         if not worker.is_alive or not worker.address:
             return False
         is_going = worker.worker_id == self._itself or worker.status.get("state") == "draining"
-        return not (self._is_leaving and (is_going or status.stop_reason is not None))
+        return not (self._leaves_at is not None and (is_going or status.stop_reason is not None))
 
     def _target(self, worker: WorkerInfo) -> Json:
         labels = {"run": self._run, "role": worker.role, "worker": worker.worker_id, "host": worker.host}

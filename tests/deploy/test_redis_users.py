@@ -15,11 +15,14 @@ from redis import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
 from deploy.redis.users import ACL_FILE, USERS
+from pipeline.checks.findings import Level
+from pipeline.checks.server import examine_server
 from pipeline.config import RedisSettings
 from pipeline.embedded import find_server
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys, Stream
 from pipeline.scaling import Scaling
+from pipeline.settings.files import load_config
 from pipeline.streams import connect
 from tests.answering import answering
 from tests.conftest import Answer
@@ -199,6 +202,12 @@ def test_a_user_may_use_every_command_in_the_scripts_that_it_calls(user: str) ->
         f"{name.lower()}|{sub.lower()}" for path in files for name, sub in re.findall(CONTAINER, path.read_text())
     }
     assert found - {"xgroup", "xinfo"} <= set(USERS[user].commands.split())
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_every_user_may_find_out_with_doctor_whether_the_server_answers(guarded: Guarded, user: str) -> None:
+    findings = examine_server(load_config([], environ={"REDIS_URL": guarded.url(user)}))
+    assert [finding.level for finding in findings if finding.level is not Level.HINT] == [Level.OK]
 
 
 def test_the_user_for_probes_may_ping_and_nothing_else(guarded: Guarded) -> None:

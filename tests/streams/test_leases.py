@@ -43,6 +43,15 @@ async def test_a_group_of_a_killed_worker_is_taken_over_and_finished_once(worker
     assert (await other.ledger()).live == 1
 
 
+async def test_all_groups_of_a_killed_worker_come_before_what_is_new(worker: Worker, lapse: Lapse) -> None:
+    killed, other = worker("killed"), worker("other")
+    await killed.feed(entries(6), limit=10)
+    held = await killed.claim(Stream.PROMPTS, 4, block_s=0)
+    await lapse(*held)
+    claimed = [await claim_one(other) for _ in range(6)]
+    assert [lease.attempt for lease in claimed] == [2, 2, 2, 2, 1, 1]
+
+
 async def test_the_late_result_of_a_stalled_worker_is_refused_and_counted(
     worker: Worker, lapse: Lapse, redis: Redis, keys: Keys
 ) -> None:
