@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import msgpack
 from redis.exceptions import ResponseError
 
 from pipeline.agreement import differences
@@ -58,23 +59,18 @@ class Fleet:
             if file.name.endswith(".lua")
         }
 
-    async def _call(self, name: str, keys: Sequence[str], args: Sequence[str | int], *, waits: bool = True) -> Any:
+    async def _call(
+        self, name: str, keys: Sequence[str], args: Sequence[str | int | bytes], *, waits: bool = True
+    ) -> Any:
         """Every script may be sent twice when a reply gets lost; the second time changes nothing."""
         return await self._accepted(lambda: self._scripts[name].call(keys, args), waits=waits)
 
     async def _accepted(self, call: Callable[[], Awaitable[_Result]], *, waits: bool = True) -> _Result:
         return await until_accepted(self._redis, self._keys, call, waits=waits)
 
-    async def _transact(self, *commands: Sequence[str | int]) -> list[Any]:
-        """The replies to some commands that are executed together."""
-
-        async def call() -> list[Any]:
-            async with self._redis.pipeline(transaction=True) as pipe:
-                for command in commands:
-                    pipe.execute_command(*command)
-                return await pipe.execute()
-
-        return await self._accepted(call)
+    async def _together(self, *commands: Sequence[str]) -> list[Any]:
+        """The replies to some commands, executed at one instant."""
+        return cast(list[Any], await self._call("together", [self._keys.meta], [msgpack.packb(commands)]))
 
     # --- what all workers agree on -------------------------------------------------------------
 
@@ -135,7 +131,7 @@ class Fleet:
 
     async def deregister(self, worker_id: str) -> None:
         """Leave the registry, and with it every request to this worker."""
-        await self._transact(
+        await self._together(
             ("HDEL", self._keys.workers, worker_id), ("HDEL", self._keys.control, f"drain:{worker_id}")
         )
         self._started.pop(worker_id, None)
@@ -145,10 +141,10 @@ class Fleet:
 
         Sorted by role and id.
         """
-        (seconds, microseconds), records = await self._transact(("TIME",), ("HGETALL", self._keys.workers))
+        (seconds, microseconds), records = await self._together(("TIME",), ("HGETALL", self._keys.workers))
         now_us = int(seconds) * 1_000_000 + int(microseconds)
         found: list[WorkerInfo] = []
-        for worker_id, value in records.items():
+        for worker_id, value in zip(records[::2], records[1::2], strict=True):
             read = read_worker(worker_id.decode("utf-8", "replace"), value, now_us)
             if read is None:
                 continue
@@ -189,7 +185,7 @@ class Fleet:
 
     async def facts(self) -> RunFacts:
         """The run as a whole, at one instant."""
-        clock, (run_id, created_at, version, teachers, judges), (paused, stop_reason), trainer = await self._transact(
+        clock, (run_id, created_at, version, teachers, judges), (paused, stop_reason), trainer = await self._together(
             ("TIME",),
             ("HMGET", self._keys.meta, "run_id", "created_at", "weight_version", *_MODELS_THAT_SCORE),
             ("HMGET", self._keys.control, "paused", "stop_reason"),
@@ -272,7 +268,7 @@ class Fleet:
 
     async def trainer_holder(self) -> tuple[str, float] | None:
         """Who has the right to train, and for how many seconds more unless it is prolonged; None where nobody has."""
-        holder, left_ms = await self._transact(("GET", self._keys.trainer_lock), ("PTTL", self._keys.trainer_lock))
+        holder, left_ms = await self._together(("GET", self._keys.trainer_lock), ("PTTL", self._keys.trainer_lock))
         return None if holder is None else (holder.decode(), max(0, left_ms) / 1000)
 
     async def device_turn(self, worker_id: str, ttl_s: float, how: str, wish: str) -> str:

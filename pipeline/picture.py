@@ -18,7 +18,7 @@ from pipeline.messages import Json
 from pipeline.queues.ledger import Depth
 from pipeline.roster import WorkerInfo
 from pipeline.run.status import RunStatus
-from pipeline.status import headline, ledger_lines, limit_line
+from pipeline.status import headline, ledger_lines, limit_line, rates
 
 NARROWEST, _WIDE = 80, 100
 _KEPT = 240  # samples
@@ -68,7 +68,8 @@ def picture(status: RunStatus, history: History, *, screen_width: int, note: str
     lines += [Text(line, style=_BLOCKED) for line in textwrap.wrap(note, width)] or _limit(status, width)
     if status.streams:
         lines += [Text(), *_flow(status, history, width), _way_back(status, width)]
-    lines += [Text(), *(Text(line, style=_DIM) for line in ledger_lines(status)), Text(), *_workers(status, width)]
+    style = _DIM if status.ledger_balances else _BLOCKED
+    lines += [Text(), *(Text(line, style=style) for line in ledger_lines(status)), Text(), *_workers(status, width)]
     return [_cut(line, screen_width) for line in lines]
 
 
@@ -123,9 +124,9 @@ def _arrow(stage: str, status: RunStatus, history: History, width: int) -> list[
     lines = [
         Text(stage, style=style),
         Text(_shaft(stage, status, len(alive), width - 2), style=style),
-        Text("" if rate is None else f"{rate:.3g}/s"),
+        Text("" if rate is None else _short(f"{rate:.3g}", "groups/s", "/s", width - 1)),
         Text(sparkline(history.rates.get(stage, ()), width - 2), style="green"),
-        Text(_short(tokens, width - 1) if tokens else "", style=_DIM),
+        Text(_tokens(tokens, width - 1) if tokens else "", style=_DIM),
         Text(f"idle {sum(idle) / len(idle):.0%}" if idle else "", style=_DIM),
     ]
     return [_fit(line, width - 1, " ") for line in lines]
@@ -140,10 +141,15 @@ def _shaft(stage: str, status: RunStatus, number: int, width: int) -> str:
     return f"{number_of:─^{width - 1}}▶"
 
 
-def _short(tokens: float, width: int) -> str:
+def _tokens(tokens: float, width: int) -> str:
     """Tokens a second: `1,145 tok/s`, where there is little room `1.1k tok`."""
     exact = f"{tokens:,.0f} tok/s"
     return exact if len(exact) <= width else f"{tokens / 1000:.1f}k tok"
+
+
+def _short(value: str, unit: str, shorter: str, width: int) -> str:
+    """A value with its unit, where there is little room with the shorter one."""
+    return f"{value} {unit}" if len(value) + 1 + len(unit) <= width else f"{value}{shorter}"
 
 
 def _queue(stream: Stream, depth: Depth, history: History, width: int) -> list[Text]:
@@ -177,7 +183,7 @@ def _way_back(status: RunStatus, width: int) -> Text:
 
 
 def _workers(status: RunStatus, width: int) -> list[Text]:
-    has_tokens = width >= _WIDE
+    has_room = width >= _WIDE
     lines: list[Text] = []
     for worker in status.workers:
         state = str(worker.status.get("state", "?")) if worker.is_alive else "LOST"
@@ -186,10 +192,10 @@ def _workers(status: RunStatus, width: int) -> list[Text]:
             f"{worker.worker_id:<34}",
             (f"{state:<9}", _STATES.get(state, _BLOCKED)),
             f"{'' if version is None else f'v{version:.0f}':<6}",
-            f"{_shown(worker, 'groups_per_s', '.3g', '/s'):>9}",
+            f"{_shown(worker, 'groups_per_s', '.3g', ' groups/s' if has_room else '/s'):>{14 if has_room else 9}}",
             f"{_shown(worker, 'idle_ratio', '.0%', ' idle'):>11}",
-            f"{_shown(worker, 'tokens_per_s', ',.0f', ' tok/s') if _number(worker, 'tokens_per_s') else '':>16}"
-            * has_tokens,
+            f"{_shown(worker, 'tokens_per_s', ',.0f', ' tok/s') if _number(worker, 'tokens_per_s') else '':>15}"
+            * has_room,
             (f"  {worker.status.get('waiting_for') or ''}" if worker.is_alive else f"  {worker.age_s:.0f} s", _DIM),
         ]
         lines.append(Text.assemble(*facts))
@@ -232,8 +238,8 @@ def _number(worker: WorkerInfo, name: str) -> float | None:
 
 
 def _shown(worker: WorkerInfo, name: str, form: str, unit: str) -> str:
-    value = _number(worker, name)
-    return "" if value is None else f"{value:{form}}{unit}"
+    value = rates(worker).get(name)
+    return f"{value:{form}}{unit}" if isinstance(value, (int, float)) else ""
 
 
 def _age(seconds: float) -> str:

@@ -24,6 +24,7 @@ __all__ = [
     "ledger_lines",
     "limit_line",
     "limiting_stage",
+    "rates",
     "render",
     "stream_table",
     "worker_table",
@@ -107,9 +108,9 @@ def worker_table(workers: Sequence[WorkerInfo], *, has_address: bool = False) ->
             worker.worker_id,
             str(worker.status.get("state", "?")) if worker.is_alive else "LOST",
             _field(worker.status.get("weight_version"), "g"),
-            _field(worker.status.get("groups_per_s"), ".2f"),
-            _field(worker.status.get("tokens_per_s"), ",.0f"),
-            _field(worker.status.get("idle_ratio"), ".0%"),
+            _field(rates(worker).get("groups_per_s"), ".2f"),
+            _field(rates(worker).get("tokens_per_s") or None, ",.0f"),
+            _field(rates(worker).get("idle_ratio"), ".0%"),
             f"{worker.age_s:.0f} s ago",
             str(worker.status.get("waiting_for") or "") if worker.is_alive else "",
             *([worker.address] if has_address else []),
@@ -117,6 +118,11 @@ def worker_table(workers: Sequence[WorkerInfo], *, has_address: bool = False) ->
         for worker in workers
     ]
     return table([*headers, *(["address"] if has_address else [])], rows)
+
+
+def rates(worker: WorkerInfo) -> Mapping[str, Json]:
+    """What a worker says of its last minute: nothing where it is gone, or passes no groups on."""
+    return worker.status if worker.is_alive and worker.role != "exporter" else {}
 
 
 def _said(name: str, value: float | None, form: str = "d") -> list[str]:

@@ -10,20 +10,24 @@ import pytest
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
-from pipeline.config import QueueSettings
+from pipeline.config import QueueSettings, RedisSettings
+from pipeline.embedded import EmbeddedServer
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys, Stream
 from pipeline.messages import Json
 from pipeline.queues.accounts import Accounts
+from pipeline.queues.connection import connect
 from pipeline.queues.leases import Death
 from pipeline.queues.ledger import Depth
 from pipeline.roster import RunFacts
 from pipeline.run.metrics import RunCollector
 from pipeline.run.status import in_use
-from pipeline.status import Limit, collect, limiting_stage, render
+from pipeline.status import Limit, collect, limit_line, limiting_stage, render
 from pipeline.streams import Entry, Streams
 from pipeline.worker.state import WorkerState
+from tests.refusing import break_, mend
 from tests.run_states import depths, everyone, limit, worker
+from tests.test_fleet import make_silent
 
 
 def test_without_workers_the_run_is_over_or_blocked() -> None:
@@ -214,6 +218,38 @@ async def test_status_is_read_from_redis_alone(redis: Redis, keys: Keys) -> None
     assert status.limit.stage == "generator"
     assert (status.redis_memory_bytes or 0) > 0
     assert json.loads(json.dumps(asdict(status)))["streams"]["prompts"]["length"] == 3
+
+
+@pytest.mark.parametrize(("how", "word"), [("full", "maxmemory"), ("read-only", "primary")])
+async def test_a_server_that_takes_no_writes_is_looked_at_and_named(how: str, word: str, keys: Keys) -> None:
+    with EmbeddedServer.start() as server:
+        async with connect(RedisSettings(), server.url) as redis:
+            await a_run(redis, keys)
+            await break_(redis, how)
+            status = await collect(redis, keys)
+            assert (status.limit.stage, status.limit.is_blocked, status.step) == ("redis", True, 12)
+            assert "BLOCKED by redis: the server takes no writes, since it is" in limit_line(status)
+            assert word in status.limit.reason
+            await mend(redis, how)
+            assert (await collect(redis, keys)).limit.stage != "redis"
+
+
+async def test_the_last_word_of_a_trainer_that_is_lost_stays(redis: Redis, keys: Keys) -> None:
+    await a_run(redis, keys)
+    await redis.delete(keys.trainer_lock)
+    await make_silent(redis, keys, "trainer-a", 30)
+    status = await collect(redis, keys)
+    assert (status.trainer, status.step, status.reward_mean, status.tokens_per_s) == (None, 12, 0.5, None)
+
+
+async def test_who_is_lost_and_who_passes_no_groups_on_has_no_rates(redis: Redis, keys: Keys) -> None:
+    await a_run(redis, keys)
+    await Fleet(redis, keys).register(worker("exporter", groups_per_s=0.0))
+    assert "800" in render(await collect(redis, keys)).partition("worker ")[2]
+    await make_silent(redis, keys, "generator-a", 30)
+    lines = [line.split() for line in render(await collect(redis, keys)).splitlines()]
+    left = {line[0]: line[1:-3] for line in lines if line[-2:] == ["s", "ago"]}
+    assert (left["exporter-a"], left["generator-a"]) == (["running"], ["LOST", "11"])
 
 
 async def test_looking_at_a_run_that_does_not_exist_makes_nothing(redis: Redis, keys: Keys) -> None:

@@ -27,7 +27,7 @@ ACL_FILE = "users.acl"
 _OWNER_ONLY, _FOR_ALL, _OWNER_ONLY_FOLDER = 0o600, 0o644, 0o700
 
 # What every worker asks: to get in, to join, to beat, to leave.
-_CONNECTION = "multi exec type evalsha eval time"
+_CONNECTION = "type evalsha eval time"
 _PRESENCE = "hget hmget hset hsetnx hdel"
 # What the scripts of a stage do with groups: claim, renew, hand over, give back, bury.
 _GROUPS = (

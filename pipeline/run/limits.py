@@ -27,7 +27,7 @@ _MAX_REASON = 200
 class Limit:
     """What holds the run back.
 
-    stage: role of a stage, weights or control; None when nothing does. reason: one
+    stage: role of a stage, weights, control or redis; None when nothing does. reason: one
     sentence. is_blocked: nothing will move until this is mended.
     """
 
@@ -37,12 +37,21 @@ class Limit:
 
 
 def limiting_stage(
-    streams: Mapping[Stream, Depth], workers: Sequence[WorkerInfo], facts: RunFacts, last_death: Death | None = None
+    streams: Mapping[Stream, Depth],
+    workers: Sequence[WorkerInfo],
+    facts: RunFacts,
+    last_death: Death | None = None,
+    *,
+    server_refusal: str = "",
 ) -> Limit:
-    """The stage that limits or blocks the run. streams: that the run has, in order of flow."""
+    """The stage that limits or blocks the run.
+
+    streams: that the run has, in order of flow. server_refusal: why the server takes no writes.
+    """
     alive = [worker for worker in workers if worker.is_alive and worker.role != "exporter"]
     return (
-        _without_run(alive, facts)
+        _without_writes(server_refusal, facts)
+        or _without_run(alive, facts)
         or _missing_worker(streams, workers, alive)
         or _lost_groups(alive, last_death)
         or _waiting_worker(streams, alive)
@@ -54,6 +63,14 @@ def limiting_stage(
 
 def _stages(streams: Mapping[Stream, Depth]) -> list[tuple[Stream, str]]:
     return [(stream, TAKEN_BY[stream]) for stream in streams]
+
+
+def _without_writes(refusal: str, facts: RunFacts) -> Limit | None:
+    """Nobody can hand anything over, nor say that it is alive."""
+    if not refusal or facts.run_id is None or facts.stop_reason is not None:
+        return None
+    reason = f"the server takes no writes, since {refusal}; workers wait for it and lose nothing"
+    return Limit(stage="redis", reason=reason, is_blocked=True)
 
 
 def _without_run(alive: Sequence[WorkerInfo], facts: RunFacts) -> Limit | None:

@@ -18,7 +18,7 @@ from pipeline.run.status import RunStatus
 
 Values: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
 
-STAGES = (*TAKEN_BY.values(), "weights", "control")
+STAGES = (*TAKEN_BY.values(), "weights", "control", "redis")
 
 
 def _gauge(name: str, unit: str, help: str, reading: str, *labels: str) -> Spec:

@@ -6,11 +6,9 @@ It changes nothing and needs no worker to answer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-from redis.exceptions import ResponseError
 
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys, Stream
@@ -19,6 +17,7 @@ from pipeline.queues.accounts import Accounts
 from pipeline.queues.ledger import Depth, Ledger
 from pipeline.roster import RunFacts, WorkerInfo
 from pipeline.run.limits import Limit, limiting_stage
+from pipeline.run.server import look_at
 from pipeline.scaling import Scaling
 
 if TYPE_CHECKING:
@@ -75,9 +74,11 @@ async def collect(redis: Redis, keys: Keys) -> RunStatus:
     workers = tuple(await fleet.workers())
     streams = in_use(await accounts.depths(), facts)
     ledger = await accounts.ledger()
-    said = next((worker.status for worker in workers if worker.worker_id == facts.trainer), {})
+    trainer = _trainer(workers, facts.trainer)
+    said = trainer.status if trainer else {}
     step = _whole(said.get("step"))
-    memory = await _memory(redis)
+    server = await look_at(redis)
+    last_death = await accounts.last_death() if ledger.dead else None
     return RunStatus(
         run=keys.run,
         run_id=facts.run_id,
@@ -92,7 +93,7 @@ async def collect(redis: Redis, keys: Keys) -> RunStatus:
         eval_reward=_number(said.get("eval_reward")),
         staleness_mean=_number(said.get("staleness_mean")),
         max_staleness=_whole(said.get("max_staleness")),
-        tokens_per_s=_number(said.get("tokens_per_s")) if step is not None else None,
+        tokens_per_s=_number(said.get("tokens_per_s")) if trainer and trainer.is_alive and step is not None else None,
         generated_tokens_per_s=sum(
             _number(worker.status.get("tokens_per_s")) or 0.0
             for worker in workers
@@ -102,9 +103,9 @@ async def collect(redis: Redis, keys: Keys) -> RunStatus:
         ledger=ledger,
         ledger_balances=ledger.balances,
         workers=workers,
-        limit=limiting_stage(streams, workers, facts, await accounts.last_death() if ledger.dead else None),
-        redis_memory_bytes=memory.get("used_memory"),
-        redis_memory_max_bytes=memory.get("maxmemory"),
+        limit=limiting_stage(streams, workers, facts, last_death, server_refusal=server.refusal),
+        redis_memory_bytes=server.memory_bytes,
+        redis_memory_max_bytes=server.memory_max_bytes,
         prompts=Coverage.of(said),
         wanted_workers=await Scaling(redis, keys).kept(),
     )
@@ -120,13 +121,12 @@ def in_use(depths: Mapping[Stream, Depth], facts: RunFacts) -> dict[Stream, Dept
     return {stream: depth for stream, depth in depths.items() if stream not in absent}
 
 
-async def _memory(redis: Redis) -> dict[str, int]:
-    """What the server says of its memory; nothing where it is not allowed to be asked."""
-    try:
-        said = await redis.info("memory")
-    except ResponseError:
-        return {}
-    return {name: int(said[name]) for name in ("used_memory", "maxmemory") if name in said}
+def _trainer(workers: Sequence[WorkerInfo], holder: str | None) -> WorkerInfo | None:
+    """The one that has the run; where nobody has, the last that had done a step."""
+    trainers = [worker for worker in workers if worker.role == "trainer"]
+    at_work = (worker for worker in trainers if worker.worker_id == holder)
+    before = (worker for worker in sorted(trainers, key=lambda worker: worker.age_s) if "step" in worker.status)
+    return next(at_work, None) or next(before, None)
 
 
 def _number(value: object) -> float | None:

@@ -75,7 +75,7 @@ SCRIPTS_OF = {
     "scorer": STAGE,
     "teacher": STAGE,
     "judge": STAGE,
-    "exporter": ("beat", "forget", "depths", "ledger", "last_letter"),
+    "exporter": ("beat", "forget", "together", "depths", "ledger", "last_letter"),
     "operator": ("*",),
 }
 CALL, CONTAINER = r"call\('([A-Z]+)'", r"call\('(XGROUP|XINFO)', '([A-Z]+)'"
