@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.report import report
 from benchmarks.staleness_figures import draw, figures, table
-from benchmarks.staleness_run import CORRECTIONS, Case, Curve, run_case
+from benchmarks.staleness_run import CORRECTIONS, OTHER_PRESETS, Case, Curve, run_case
 from pipeline.demo.cold_start import cold_start
 from pipeline.demo.prepare import Prepared
 from pipeline.demo.task import make_words, row
@@ -32,13 +32,14 @@ _MAX_SEEDS = 10
 def cases(arguments: argparse.Namespace) -> Iterator[Case]:
     """Seed by seed, so that what there is of an unfinished study is balanced.
 
-    Without a lag all corrections are the same update, so the first stands for all.
+    Without a lag all corrections are the same update, so one stands for all.
     """
     for seed in range(arguments.seeds):
         for lag in arguments.lags:
-            for correction in arguments.corrections if lag else arguments.corrections[:1]:
+            named = [name if lag or name not in CORRECTIONS else "none" for name in arguments.corrections]
+            for correction in dict.fromkeys(named):
                 yield Case(
-                    correction=correction if lag else "none",
+                    correction=correction,
                     lag=lag,
                     seed=seed,
                     learning_rate=arguments.learning_rate,
@@ -92,7 +93,7 @@ def _parsed(words: Iterable[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 4, 8, 16], help="ages in steps")
-    parser.add_argument("--corrections", nargs="+", default=list(CORRECTIONS), choices=list(CORRECTIONS))
+    parser.add_argument("--corrections", nargs="+", default=list(CORRECTIONS), choices=[*CORRECTIONS, *OTHER_PRESETS])
     parser.add_argument("--seeds", type=int, default=5, help="runs of each, at most 10")
     parser.add_argument("--steps", type=int, default=120, help="optimiser steps of a run")
     parser.add_argument("--groups-per-step", type=int, default=16, help="groups of eight completions")

@@ -1,6 +1,6 @@
 """One run of the demo's task in this process, in which every token is as old as was asked for.
 
-In: a start, a correction, a lag and a seed. Out: rewards against completions trained on. Step t trains on
+In: a start, a correction or preset, a lag and a seed. Out: rewards against completions trained on. Step t trains on
 what the weights of step t - lag generated; until there are so many, on what the first weights generated.
 Engine, rewards and learner are those of any run; queues and processes are left out, so that the same
 arguments give the same numbers.
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from pipeline.config import Config
+from pipeline.config.presets import PRESETS
 from pipeline.demo.cold_start import exact_match, sequences
 from pipeline.demo.prepare import Prepared
 from pipeline.demo.settings import demo_config
@@ -26,6 +27,7 @@ from pipeline.demo.task import make_words
 from pipeline.engines import GenerationEngine
 from pipeline.engines.registry import create_engine
 from pipeline.feeder import stamped
+from pipeline.filters import is_zero_variance
 from pipeline.learner.policy import PolicyLearner
 from pipeline.messages import Completion, Outcome, PromptGroup, RewardResult, RolloutGroup, Score, ScoredGroup
 from pipeline.rewards.functions import RewardFunction, load_function
@@ -39,6 +41,8 @@ CORRECTIONS: Mapping[str, Mapping[str, str]] = {
     "tis": {"preset": "grpo"},
     "decoupled_ppo": {"preset": "decoupled_ppo"},
 }
+# What may be named besides: a preset as it stands. Without a teacher one learns nothing.
+OTHER_PRESETS = [name for name, preset in PRESETS.items() if name not in CORRECTIONS and not preset.distillation]
 HELD_OUT_SEED = -1
 _DESCRIBED = ("mismatch_kl", "effective_sample_size", "clip_fraction", "truncated_fraction", "staleness_mean")
 
@@ -47,7 +51,7 @@ _DESCRIBED = ("mismatch_kl", "effective_sample_size", "clip_fraction", "truncate
 class Case:
     """All that decides the numbers of a run.
 
-    lag: age of every token in steps, once so many steps are done. evaluate_every: steps.
+    correction: of CORRECTIONS or OTHER_PRESETS. lag: age of every token in steps, once so many steps are done. evaluate_every: steps.
     num_held_out: words to evaluate on. schedule: of the learning rate, as `trainer.schedule`.
     """
 
@@ -92,6 +96,7 @@ def held_out_rows(seed: int, number: int) -> torch.Tensor:
 async def _run(config: Config, case: Case, rows: torch.Tensor) -> Curve:
     learner, engine = PolicyLearner.create(config), create_engine(config)
     source, reward = load_run_data(config).source, load_function("exact_match", {})
+    is_dynamic = config.algorithm.resolved.drop_zero_variance is True
     history: deque[WeightState] = deque(maxlen=case.lag + 1)
     curve = Curve(samples=[0], held_out=[_accuracy(learner, rows)], training=[], described={})
     rewards: list[float] = []
@@ -101,8 +106,12 @@ async def _run(config: Config, case: Case, rows: torch.Tensor) -> Curve:
         for step in range(case.steps):
             history.append(_copied(learner.export_weights(step)))
             await engine.apply_weights(history[0])
-            prompts = [source.next_group(step, history[0].weight_version) for _ in range(case.groups_per_step)]
-            groups = await _groups(engine, reward, [prompt for prompt in prompts if prompt is not None])
+            groups: list[ScoredGroup] = []
+            while len(groups) < case.groups_per_step:
+                wanted = range(case.groups_per_step - len(groups))
+                prompts = [source.next_group(step, history[0].weight_version) for _ in wanted]
+                fresh = await _groups(engine, reward, [prompt for prompt in prompts if prompt is not None])
+                groups += [group for group in fresh if not (is_dynamic and is_zero_variance(group))]
             metrics = learner.step(groups, trainer_version=step)
             rewards.append(metrics["reward_mean"])
             if step >= case.lag:
@@ -160,7 +169,8 @@ def _config(case: Case, prepared: Prepared) -> Config:
     config = demo_config(
         prepared, run_dir=Path("runs"), name="staleness", seed=case.seed, steps=case.steps, max_staleness=case.lag
     )
-    algorithm = config.algorithm.model_copy(update=dict(CORRECTIONS[case.correction]))
+    chosen = CORRECTIONS.get(case.correction, {"preset": case.correction})
+    algorithm = config.algorithm.model_copy(update=dict(chosen))
     trainer = {
         "learning_rate": case.learning_rate,
         "schedule": case.schedule,

@@ -32,12 +32,15 @@ def gmpo(inputs: LossInputs, settings: AlgorithmSettings) -> TokenLosses:
     """-A exp(mean_t c_t), c_t = log rho_t, clipped to gmpo_clip where A would push it further.
 
     The geometric mean of the clipped ratios: min(log rho, gmpo_clip) for A > 0 and max(log rho,
-    -gmpo_clip) for A < 0. Every token has its completion's loss. Source: GMPO, arXiv 2507.20673.
+    -gmpo_clip) for A < 0. Every token has its completion's loss, and the gradient of its own c_t: with the
+    mean over a completion that is the paper's, and a token that a correction weighs is weighed alone.
+    Source: GMPO, arXiv 2507.20673.
     """
     log_ratios = inputs.trainer_logprobs - inputs.old_logprobs
     bound = settings.gmpo_clip
     clipped = torch.where(inputs.advantages >= 0, log_ratios.clamp(max=bound), log_ratios.clamp(min=-bound))
-    mean = bounded_exp(sequence_mean(clipped, inputs.mask))  # [B, 1]
+    log_mean = sequence_mean(clipped.detach(), inputs.mask)  # [B, 1]
+    mean = bounded_exp(log_mean + clipped - clipped.detach())
     is_clipped = clipped.detach() != log_ratios.detach()
     return TokenLosses(losses=-inputs.advantages * mean, stats={"clip_fraction": is_clipped.to(mean.dtype)})
 

@@ -56,6 +56,22 @@ def test_trainer_or_reference_logprob_that_is_not_finite_is_masked(loss: str, wh
     assert torch.isfinite(trainer.grad).all()
 
 
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_weight_of_a_token_is_its_own_whatever_the_loss(loss: str) -> None:
+    """Also where a loss looks at the whole completion: what a correction masks teaches nothing."""
+    trainer = torch.tensor([[-1.0, -1.0, -1.0]], dtype=torch.float64, requires_grad=True)
+
+    result = objective_of(
+        algorithm(loss=loss, correction="icepop", proximal="recomputed"),
+        trainer,
+        torch.tensor([[-1.1, -4.0, -0.9]], dtype=torch.float64),
+        torch.full((1, 3), 2.0, dtype=torch.float64),
+    )
+    result.losses.sum().backward()
+
+    np.testing.assert_allclose(trainer.grad.numpy(), [[-2 * math.exp(0.1), 0.0, -2 * math.exp(-0.1)]], rtol=1e-12)
+
+
 def test_ratio_of_the_loss_and_weight_of_the_correction_share_what_lies_between_the_policies() -> None:
     """Decoupled PPO: w = min(prox / mu, cap) and the clip is around pi / prox, each token by its age."""
     pi, mu, ages = np.array([-1.0, -1.0, -1.0, -1.0]), np.array([-1.1, -1.9, -1.9, -0.6]), np.array([0, 1, 3, 2])
