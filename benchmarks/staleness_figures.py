@@ -64,34 +64,37 @@ def figures(curves: Mapping[Case, Curve]) -> dict[str, object]:
 
 
 def table(curves: Mapping[Case, Curve]) -> str:
-    """The same as a Markdown table."""
-    lines = [
-        "| lag | correction | held-out reward at the end | less than fresh by | training reward at the end "
-        f"| samples to {LEVEL:g} | `mismatch_kl` | `effective_sample_size` | `clip_fraction` | `truncated_fraction` |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for (correction, lag), cell in sorted(cells(curves).items(), key=lambda item: item[0][1]):
-        needed = f"{cell.samples:,}" if cell.samples is not None else f"({cell.reached:.0%} of the runs)"
-        numbers = [
-            f"{cell.described.get(name, 0.0):.{digits}f}"
-            for name, digits in (
-                ("mismatch_kl", 3),
-                ("effective_sample_size", 2),
-                ("clip_fraction", 3),
-                ("truncated_fraction", 3),
-            )
-        ]
-        words = [
-            str(lag),
-            f"`{correction}`" if lag else "any",
-            str(cell.final),
-            str(cell.loss) if cell.loss is not None and lag else "",
-            str(cell.training),
-            needed,
-            *numbers,
-        ]
-        lines.append(f"| {' | '.join(words)} |")
-    return "\n".join(lines)
+    """The same as a Markdown table, without the columns that nothing is in."""
+    ordered = sorted(cells(curves).items(), key=lambda item: item[0][1])
+    rows = [_row(correction, lag, cell) for (correction, lag), cell in ordered]
+    names = [name for name in rows[0] if any(row[name] for row in rows)]
+    lines = [names, *([row[name] for name in names] for row in rows)]
+    head, *body = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([head, f"|{'---|' * len(names)}", *body])
+
+
+def _row(correction: str, lag: int, cell: Cell) -> dict[str, str]:
+    """Column -> what is in it."""
+    number = {
+        f"`{name}`": f"{cell.described.get(name, 0.0):.{digits}f}"
+        for name, digits in (
+            ("mismatch_kl", 3),
+            ("effective_sample_size", 2),
+            ("clip_fraction", 3),
+            ("truncated_fraction", 3),
+        )
+    }
+    return {
+        "lag": str(lag),
+        "correction": f"`{correction}`" if lag or correction not in CORRECTIONS else "any",
+        "held-out reward at the end": str(cell.final),
+        "less than fresh by": str(cell.loss) if cell.loss is not None and lag else "",
+        "training reward at the end": str(cell.training),
+        f"samples to {LEVEL:g}": f"{cell.samples:,}"
+        if cell.samples is not None
+        else f"({cell.reached:.0%} of the runs)",
+        **number,
+    }
 
 
 def cells(curves: Mapping[Case, Curve]) -> dict[tuple[str, int], Cell]:
@@ -99,8 +102,11 @@ def cells(curves: Mapping[Case, Curve]) -> dict[tuple[str, int], Cell]:
     grouped: dict[tuple[str, int], dict[int, Curve]] = {}
     for case, curve in curves.items():
         grouped.setdefault((case.correction, case.lag), {})[case.seed] = curve
-    fresh = next((by_seed for (_, lag), by_seed in grouped.items() if lag == 0), {})
-    return {place: _cell(by_seed, fresh) for place, by_seed in grouped.items()}
+    found = {}
+    for (correction, lag), by_seed in grouped.items():
+        fresh = grouped.get(("none" if correction in CORRECTIONS else correction, 0), {})
+        found[correction, lag] = _cell(by_seed, fresh)
+    return found
 
 
 def _cell(by_seed: Mapping[int, Curve], fresh: Mapping[int, Curve]) -> Cell:
@@ -158,7 +164,7 @@ def draw(curves: Mapping[Case, Curve], png: Path) -> Path | None:
     panels = figure.subplots(1, len(lags), sharey=True, squeeze=False)[0]
     for axes, lag in zip(panels, lags, strict=True):
         _band(axes, [curve for case, curve in curves.items() if case.lag == 0], "black", "fresh samples")
-        for correction in CORRECTIONS if lag else ():
+        for correction in _COLOURS if lag else ():
             mine = [curve for case, curve in curves.items() if (case.lag, case.correction) == (lag, correction)]
             _band(axes, mine, _COLOURS[correction], correction)
         axes.set(title=f"{lag} version{'s' if lag > 1 else ''} old", xlabel="thousands of completions trained on")

@@ -51,8 +51,8 @@ _DESCRIBED = ("mismatch_kl", "effective_sample_size", "clip_fraction", "truncate
 class Case:
     """All that decides the numbers of a run.
 
-    correction: of CORRECTIONS or OTHER_PRESETS. lag: age of every token in steps, once so many steps are done. evaluate_every: steps.
-    num_held_out: words to evaluate on. schedule: of the learning rate, as `trainer.schedule`.
+    correction: of CORRECTIONS or OTHER_PRESETS. lag: age of every token in steps, once so many steps are done.
+    evaluate_every: steps. num_held_out: words to evaluate on. schedule: of the learning rate, as `trainer.schedule`.
     """
 
     correction: str

@@ -39,6 +39,11 @@ class Outcome(StrEnum):
     ERROR = "error"
     TIMEOUT = "timeout"
 
+    @property
+    def is_failure(self) -> bool:
+        """Whether nothing is known of the completion, where the function should have said something."""
+        return self in {Outcome.ERROR, Outcome.TIMEOUT}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:

@@ -236,6 +236,7 @@ def test_a_flag_without_a_value_says_how_to_write_it(tmp_path: Path) -> None:
         ("evaluation.every_steps = 5", "data.eval_path"),
         ("data.curriculum = true\ndata.shuffle = false", "data.shuffle"),
         ("data.curriculum = true\ndata.epochs = 1", "data.epochs = 1"),
+        ('generation.group_size = 1\nalgorithm.preset = "dapo"', "algorithm.drop_zero_variance = true"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(toml: str, said: str, tmp_path: Path) -> None:

@@ -59,6 +59,11 @@ def test_without_a_lag_every_correction_is_the_same_update(prepared: Prepared) -
     assert curves[0].described["effective_sample_size"] == 1.0
 
 
+def test_a_preset_is_run_as_it_stands(prepared: Prepared) -> None:
+    assert run_case(case(correction="grpo"), prepared) == run_case(case(correction="tis"), prepared)
+    assert run_case(case(correction="dapo"), prepared).samples == [0, 32, 64], "groups of equal rewards are replaced"
+
+
 def test_the_benchmark_adds_to_its_results_and_runs_nothing_twice(
     tmp_path: Path,
     starts: Path,
@@ -112,7 +117,7 @@ def test_figures_are_means_over_seeds_and_losses_are_of_pairs() -> None:
     assert math.isnan(estimate([0.5]).half)
 
 
-@pytest.mark.parametrize("runs", ["staleness.jsonl", "staleness_decaying.jsonl"])
+@pytest.mark.parametrize("runs", ["staleness.jsonl", "staleness_decaying.jsonl", "presets.jsonl"])
 def test_the_documentation_says_what_its_runs_say(runs: str) -> None:
     curves = dict(read(DOCS / "data" / runs))
     assert table(curves) in (DOCS / "algorithms.md").read_text(encoding="utf-8")

@@ -45,9 +45,11 @@ def maxrl(batch: RewardBatch, settings: AlgorithmSettings) -> Tensor:
     """A_i = (r_i - mean(r)) / mean(r) over the scored members of i's group; 0 where the mean is not positive.
 
     With rewards of 0 and 1 its expectation is the gradient of log(probability of success), up to a
-    term that more members make small: rare successes weigh most. Source: MaxRL, arXiv 2602.02710.
+    term that more members make small: rare successes weigh most. Shaping and penalties belong to r_i, and
+    not to what is divided by, which is the share of successes and would come near 0 with them.
+    Source: MaxRL, arXiv 2602.02710.
     """
-    mean = groups.group_mean(batch.outcomes, batch.is_scored, batch.group_index)
+    mean = groups.group_mean(batch.rewards - batch.shaping, batch.is_scored, batch.group_index)
     differences = groups.centred(batch.outcomes, batch.is_scored, batch.group_index)
     is_positive = mean > groups.STD_FLOOR
     return batch.spread(torch.where(is_positive, differences / torch.where(is_positive, mean, 1.0), 0.0))

@@ -35,6 +35,11 @@ def advice(algorithm: AlgorithmSettings, generation: GenerationSettings, stalene
             "algorithm.kl_estimator = 'k1' with algorithm.kl_in = 'loss': the gradient of the term is 0 on average, it "
             "only adds noise; set kl_estimator to 'k2' or 'k3', kl_in to 'reward', or kl_importance to true"
         )
+    if resolved.kl_coef > 0 and resolved.kl_estimator == "k2" and resolved.kl_in == "loss" and resolved.kl_importance:
+        found.append(
+            "algorithm.kl_importance = true with algorithm.kl_estimator = 'k2': its mean is not the divergence, and "
+            "weighed with a gradient its gradient is not either; set kl_estimator to 'k3', or kl_importance to false"
+        )
     if (
         resolved.correction in {"none", "m2po", "opsm"}
         and resolved.proximal == "recomputed"

@@ -10,9 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from pipeline.messages import Outcome, RewardResult, Score
-
-_FAILURES = frozenset({Outcome.ERROR, Outcome.TIMEOUT})
+from pipeline.messages import RewardResult, Score
 
 
 def with_judgements(
@@ -23,7 +21,7 @@ def with_judgements(
     A judge that failed makes the sum meaningless, as a function does: the completion is left unscored or gets 0.
     """
     parts = (*score.parts, *judgements)
-    if any(part.outcome in _FAILURES for part in parts):
+    if any(part.outcome.is_failure for part in parts):
         return dataclasses.replace(score, reward=0.0 if on_failure == "zero" else None, parts=parts)
     terms = [weight * part.value for part, weight in zip(judgements, weights, strict=True) if part.value is not None]
     if score.reward is not None:

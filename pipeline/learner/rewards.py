@@ -26,7 +26,7 @@ def reward_batch(
     """Rewards of all samples. settings: resolved. weights: of reward functions by name; 1 where not named.
     penalties: [M], see `RewardBatch`."""
     names = list(dict.fromkeys(part.name for sample in samples for part in sample.score.parts))
-    parts = [[_part(sample, name) for name in names] for sample in samples]
+    parts = [_parts(sample, names) for sample in samples]
     is_scored = torch.tensor([sample.reward is not None for sample in samples], dtype=torch.bool)
     shaping = torch.tensor([-_overlong(sample, settings) for sample in samples], dtype=torch.float64)
     shaping = torch.where(is_scored, shaping, 0.0)
@@ -70,8 +70,12 @@ def _overlong(sample: Sample, settings: AlgorithmSettings) -> float:
     return settings.overlong_penalty * min(1.0, max(0.0, excess / buffer))
 
 
-def _part(sample: Sample, name: str) -> float | None:
-    return next((part.value for part in sample.score.parts if part.name == name), None)
+def _parts(sample: Sample, names: Sequence[str]) -> list[float | None]:
+    """What each function gave; 0 from all of them where one failed, and a reward of 0 was made of that."""
+    if any(part.outcome.is_failure for part in sample.score.parts):
+        return [0.0] * len(names)
+    given = {part.name: part.value for part in sample.score.parts}
+    return [given.get(name) for name in names]
 
 
 def _token_rewards(samples: Sequence[Sample]) -> Tensor | None:

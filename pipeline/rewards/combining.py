@@ -12,9 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from pipeline.messages import Floats, Outcome, RewardResult, Score
-
-_FAILURES = frozenset({Outcome.ERROR, Outcome.TIMEOUT})
+from pipeline.messages import Floats, RewardResult, Score
 
 
 def combine(parts: Sequence[RewardResult], weights: Sequence[float], on_failure: Literal["unscored", "zero"]) -> Score:
@@ -22,7 +20,7 @@ def combine(parts: Sequence[RewardResult], weights: Sequence[float], on_failure:
 
     A failed function makes the sum meaningless: the completion is left unscored or gets 0.
     """
-    if any(part.outcome in _FAILURES for part in parts):
+    if any(part.outcome.is_failure for part in parts):
         return Score(reward=0.0 if on_failure == "zero" else None, parts=tuple(parts))
     terms = [weight * part.value for part, weight in zip(parts, weights, strict=True) if part.value is not None]
     reward = math.fsum(terms) if terms else None

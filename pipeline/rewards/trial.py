@@ -18,7 +18,6 @@ from pipeline.filters import ONLY_TOKENS
 from pipeline.messages import (
     Completion,
     FinishReason,
-    Outcome,
     PromptGroup,
     RewardResult,
     RolloutGroup,
@@ -39,7 +38,7 @@ def call_rewards(settings: ScoringSettings, row: TrialRow, *, group_size: int) -
     with ThreadPoolExecutor(max_workers=1) as executor:
         scores = executor.submit(asyncio.run, _score(settings, _made_up(row, group_size))).result()
     by_reward = [list(parts) for parts in zip(*(score.parts for score in scores), strict=True)]
-    problems = [_complaint(parts, row) for parts in by_reward if any(map(_has_failed, parts))]
+    problems = [_complaint(parts, row) for parts in by_reward if any(part.outcome.is_failure for part in parts)]
     if problems:
         raise RewardLoadError("\n".join(problems))
     if all(part.token_values is not None for parts in by_reward for part in parts):
@@ -84,12 +83,8 @@ def _completion(text: str) -> Completion:
     )
 
 
-def _has_failed(part: RewardResult) -> bool:
-    return part.outcome in {Outcome.ERROR, Outcome.TIMEOUT}
-
-
 def _complaint(parts: Sequence[RewardResult], row: TrialRow) -> str:
-    failed = next(part for part in parts if _has_failed(part))
+    failed = next(part for part in parts if part.outcome.is_failure)
     return f"scoring.rewards: {failed.name} {failed.problem} (called with {row.where} and made-up completions)"
 
 

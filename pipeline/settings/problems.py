@@ -108,6 +108,12 @@ def _data_problems(config: Config) -> list[str]:
             f"evaluation.every_steps = {config.evaluation.every_steps}: data.eval_path is empty; "
             "name the held-out prompts there"
         )
+    if config.generation.group_size == 1 and config.algorithm.resolved.drop_zero_variance:
+        problems.append(
+            "generation.group_size = 1 with algorithm.drop_zero_variance = true (the default of preset dapo): "
+            "rewards of a group of one are always equal, so every group would be dropped; raise group_size, or set "
+            "drop_zero_variance to false"
+        )
     if config.data.curriculum and not config.data.shuffle:
         problems.append(
             "data.curriculum = true with data.shuffle = false: a curriculum draws its prompts at random; "

@@ -72,6 +72,14 @@ def test_maxrl_of_rewards_without_a_positive_mean_is_zero() -> None:
     assert not advantages("maxrl", [[-1.0, 1.0], [-2.0, -1.0]]).any()
 
 
+def test_maxrl_divides_by_the_share_of_successes_whatever_is_taken_off() -> None:
+    """Long completions and the KL term would bring the mean of what is left to 0, and below."""
+    taken = {"shaping": [-0.5, 0.0, 0.0], "penalties": [0.2, 0.7, 0.1]}
+    values = np.array([0.5, 0.0, 0.0]) - np.array(taken["penalties"])
+    found = ADVANTAGES["maxrl"](reward_batch([[0.5, 0.0, 0.0]], **taken), DEFAULTS)
+    np.testing.assert_allclose(found.numpy(), (values - values.mean()) * 3, rtol=1e-12)
+
+
 def test_opo_baseline_weighs_rewards_by_length() -> None:
     rewards, lengths = [1.0, 0.0, 3.0], [2, 1, 5]
     baseline = (2 * 1.0 + 1 * 0.0 + 5 * 3.0) / 8
@@ -179,7 +187,7 @@ def test_a_penalty_is_taken_off_before_the_baseline(name: str) -> None:
     penalised = reward_batch([[2.0, 1.0, 4.0]], lengths=[2, 1, 2], penalties=[0.1, 0.2, 0.0, 0.3, 0.5], **options)
     result = ADVANTAGES[name](penalised, DEFAULTS)
     assert float(result[0]) != float(ADVANTAGES[name](reward_batch([[2.0, 1.0, 4.0]], **options), DEFAULTS)[0])
-    if name not in {"gdpo", "reinforce_pp", "reinforce_pp_baseline"}:
+    if name not in {"gdpo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"}:
         lower = ADVANTAGES[name](reward_batch([[1.7, 1.0, 3.2]], lengths=[2, 1, 2]), DEFAULTS)
         torch.testing.assert_close(result, lower, rtol=1e-12, atol=1e-14)
 

@@ -130,6 +130,13 @@ TRUNCATED = GenerationSettings(top_p=0.9, replay_sampling_mask=False)
         ({"kl_estimator": "k1", "kl_coef": 0.1}, GenerationSettings(), 2, "only adds noise"),
         ({"kl_estimator": "k1", "kl_coef": 0.1, "kl_in": "reward"}, GenerationSettings(), 2, None),
         ({"kl_estimator": "k1", "kl_coef": 0.1, "kl_importance": True}, GenerationSettings(), 2, None),
+        (
+            {"kl_estimator": "k2", "kl_coef": 0.1, "kl_importance": True},
+            GenerationSettings(),
+            2,
+            "is not the divergence",
+        ),
+        ({"kl_estimator": "k2", "kl_coef": 0.1}, GenerationSettings(), 2, None),
         ({"correction": "none", "proximal": "recomputed"}, GenerationSettings(), 0, None),
         ({}, GenerationSettings(group_size=1), 2, "nothing would be learnt"),
         ({"preset": "reinforce_pp"}, GenerationSettings(group_size=1), 2, None),

@@ -55,6 +55,23 @@ def test_each_reward_is_normalised_apart_and_weighs_as_the_settings_say() -> Non
     assert loss_of("gdpo") == pytest.approx(of_tokens(summed / (np.sqrt((summed**2).mean()) + 1e-6)), rel=1e-5)
 
 
+def test_a_failure_that_counts_as_zero_is_one_to_every_function() -> None:
+    """What another function has found good about the completion does not make up for it."""
+    failed = RewardResult(name="right", value=None, outcome=Outcome.ERROR)
+    brief = RewardResult(name="brief", value=-10.0, outcome=Outcome.OK)
+    group = scored()
+    zeroed = combine([failed, brief], list(WEIGHTS.values()), "zero")
+    group = replace(group, scores=(*group.scores[:2], zeroed, group.scores[3]))
+    learner = make_learner(tiny_llama(), algorithm=AlgorithmSettings(advantage="gdpo"), reward_weights=WEIGHTS)
+
+    loss = learner.accumulate([group], trainer_version=0)[0].item()
+
+    right = np.zeros(4)
+    right[:3] = standard(np.array([1.0, 0.0, 0.0]))
+    summed = 2.0 * right + 0.5 * standard(np.array([-20.0, -30.0, 0.0, -20.0]))
+    assert loss == pytest.approx(of_tokens(summed / (np.sqrt((summed**2).mean()) + 1e-6)), rel=1e-5)
+
+
 def test_all_others_see_the_weighted_sum() -> None:
     rewards = np.array([2.0 - 10.0, -15.0, -5.0, -10.0])
     assert loss_of("group_mean_std") == pytest.approx(of_tokens(standard(rewards)), rel=1e-5)
