@@ -222,9 +222,12 @@ class Fleet:
 
     # --- weights -------------------------------------------------------------------------------
 
-    async def set_endpoints(self, endpoints: Endpoints) -> None:
-        """Say where weights are published."""
-        await self._hset(self._keys.meta, {"endpoints": endpoints_text(endpoints)})
+    async def set_endpoints(self, endpoints: Endpoints, *, trainer: str = "") -> None:
+        """Say where weights are published.
+
+        trainer: who says so. Raises TrainerReplacedError where another trainer has taken the run over since.
+        """
+        await self._call("set_endpoints", [self._keys.meta], [endpoints_text(endpoints), trainer])
 
     async def endpoints(self) -> Endpoints | None:
         """Where weights are published; None where no trainer says so, or has written what stands there."""

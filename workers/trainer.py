@@ -20,7 +20,6 @@ from functools import partial
 
 from pipeline.collector import Collector, HeldGroup
 from pipeline.config import Config
-from pipeline.errors import WeightError
 from pipeline.evaluation import EvaluationReport, Evaluator
 from pipeline.feeder import Feeder
 from pipeline.filters import group_reward
@@ -29,11 +28,10 @@ from pipeline.pace import WAITS_FOR_GROUPS
 from pipeline.ranks.place import check_settings, place_of
 from pipeline.run.data import RunData, load_run_data
 from pipeline.run.progress import Progress
+from pipeline.run.publishing import Publishing
 from pipeline.run.recovery import Recovery, TrainerState
 from pipeline.run.resumption import checkpoint_to_go_on_from
 from pipeline.run.time_sheet import Doing, TimeSheet
-from pipeline.weights.account import Account
-from pipeline.weights.channel import create_publisher
 from pipeline.worker.lifecycle import WorkerContext, run_worker
 from pipeline.worker.turns import DeviceTurn
 from workers import rank
@@ -54,10 +52,7 @@ class Trainer:
         self._learner = learner
         self._data = data
         self._recovery = recovery
-        self._publisher = create_publisher(
-            config.weights, num_bytes=learner.num_weight_bytes, run=f"{config.run.name}.{context.run_id}"
-        )
-        self._account = Account(self._publisher, context.metrics)
+        self._publishing = Publishing(context, learner, recovery)
         self._progress = Progress(context, config)
         self._time = TimeSheet(context.metrics)
         self._evaluator = Evaluator(context.streams)
@@ -90,14 +85,13 @@ class Trainer:
         self._data.source.cursor = self._state.cursor
         self._feeder.feed_again(await self._recovery.lost_groups())
         try:
-            self._endpoints = self._publisher.start()
-            await self._context.fleet.set_endpoints(self._endpoints)
-            await self._publish()
+            await self._publishing.open()
+            await self._publishing.publish(self._state.version)
             self._context.set_ready(True)
             async with asyncio.TaskGroup() as group:
                 self._start = group.create_task
                 helpers = [
-                    group.create_task(work) for work in (self._feed(), self._collector.run(), self._watch_publisher())
+                    group.create_task(work) for work in (self._feed(), self._collector.run(), self._look_after())
                 ]
                 ended = await self._train()
                 for helper in helpers:
@@ -110,7 +104,7 @@ class Trainer:
             if ended:
                 await self._context.fleet.stop(ended)
         finally:
-            self._publisher.close()
+            self._publishing.close()
             self._progress.close()
 
     async def _train(self) -> str | None:
@@ -182,7 +176,7 @@ class Trainer:
         self._state = self._state.after_step([held.lease.group_id for held in batch])
         if self._state.step % self._config.weights.publish_every == 0 or self._has_done_all_steps():
             self._state = self._state.after_publish()
-            await self._publish()
+            await self._publishing.publish(self._state.version)
         num_refused = await self._collector.finish(batch)
         self._slots_freed.set()
         self._context.metrics.refused_total.inc(num_refused)
@@ -209,51 +203,25 @@ class Trainer:
         if (reward := group_reward(held.group)) is not None:
             self._data.statistics.observe(held.group.rollout.prompt.dataset_index, reward, held.versions[1])
 
-    async def _publish(self) -> None:
-        version = self._state.version
-        started = time.monotonic()
-        with self._context.busy_with("copying its weights"):
-            state = await asyncio.to_thread(self._learner.export_weights, version)
-        # First the number, then the weights: a trainer that dies in between leaves a number that is
-        # never used, not weights whose number its successor would use again.
-        self._recovery.remember(version)
-        await self._context.fleet.set_version(version, trainer=self._context.worker_id)
-        with self._context.busy_with("publishing its weights"):
-            await asyncio.to_thread(self._publisher.publish, state)
-        self._context.metrics.weight_publish_seconds.observe(time.monotonic() - started)
-        self._context.metrics.weight_version.set(version)
-        self._account.update()
-        self._context.set_status(weight_version=version)
-
     async def _feed(self) -> None:
         run_id = self._context.run_id
         while True:
             self._slots_freed.clear()
             if self._context.run_id != run_id:
                 run_id = self._context.run_id
-                await self._introduce_again()
+                await self._publishing.introduce_again(self._state.version)
             await self._feeder.top_up(
                 version=self._state.version, limit=lambda: self._config.admission_limit_at(self._state.step)
             )
             self._progress.prompts_skipped(self._data.source.num_skipped, self._data.max_prompt_tokens)
             await self._context.wait_for_any(self._slots_freed, timeout_s=_FEED_WAIT_S)
 
-    async def _watch_publisher(self) -> None:
-        """Nobody would get weights, and perhaps nobody could generate what the next step waits for."""
-        while self._publisher.is_serving:
-            self._account.update()
+    async def _look_after(self) -> None:
+        """What nobody else does between two steps."""
+        while True:
             self._time.tick()
-            if await self._context.fleet.endpoints() != self._endpoints:
-                self._context.log.warning("weights_address_put_back", reason="another one, or none, stood in Redis")
-                await self._context.fleet.set_endpoints(self._endpoints)
+            await self._publishing.look()
             await asyncio.sleep(self._config.worker.heartbeat_s)
-        raise WeightError("nothing serves this trainer's weights any more; what was printed above says why")
-
-    async def _introduce_again(self) -> None:
-        """Redis came back without the run: say once more where the weights are."""
-        self._recovery.remember(self._state.version)
-        await self._context.fleet.set_endpoints(self._endpoints)
-        await self._context.fleet.set_version(self._state.version, trainer=self._context.worker_id)
 
     async def _evaluate(self, *, wanted: bool, wait: bool) -> None:
         if not wanted:

@@ -8,8 +8,13 @@ from redis.asyncio import Redis
 from pipeline.errors import TrainerReplacedError
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys, Stream
+from pipeline.messages import Endpoints
 from pipeline.streams import DropReason, Entry
 from tests.streams.conftest import Worker, entries
+
+
+def _at(host: str) -> Endpoints:
+    return Endpoints(announce=f"tcp://{host}:1", tiles=f"tcp://{host}:2", session="")
 
 
 async def test_what_a_replaced_trainer_asks_is_refused_and_changes_nothing(
@@ -28,6 +33,7 @@ async def test_what_a_replaced_trainer_asks_is_refused_and_changes_nothing(
     await redis.delete(keys.trainer_lock)  # as if it had stood still for long
     assert await fleet.acquire_trainer("successor", 30.0)
     successor.fence = "successor"
+    await fleet.set_endpoints(_at("successor"), trainer="successor")
     before = await successor.ledger()
     for refused in (
         stale.finish_training(scored, {lease.group_id: b"p" for lease in scored}),
@@ -35,11 +41,13 @@ async def test_what_a_replaced_trainer_asks_is_refused_and_changes_nothing(
         stale.drop(scored[:1], DropReason.STALE),
         stale.dead_letter(scored[0], "late"),
         fleet.set_version(4, trainer="stale"),
+        fleet.set_endpoints(_at("stale"), trainer="stale"),
     ):
         with pytest.raises(TrainerReplacedError):
             await refused
     assert await successor.ledger() == before
     assert await fleet.version() == 3
+    assert await fleet.endpoints() == _at("successor")
     # What it held is the successor's at once when it leaves.
     assert await stale.release_all() == 2
     taken = await successor.claim(Stream.SCORED, 2, block_s=0)
