@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from pipeline.messages import Json
@@ -17,7 +18,8 @@ from pipeline.run.status import RunStatus
 
 _META = "__meta_rollstream_"
 _USUAL_INTERVAL_S = 5.0
-_MOST_PATIENCE_S = 10.0
+_LEAST_PATIENCE_S, _MOST_PATIENCE_S = 5.0, 10.0
+_NUM_INTERVALS = 5  # one that was short says only that the one before it came late
 
 
 class Targets:
@@ -29,7 +31,7 @@ class Targets:
         self._clock = clock
         self._status: RunStatus | None = None
         self._asked_at: float | None = None
-        self._interval_s = _USUAL_INTERVAL_S
+        self._intervals_s: deque[float] = deque(maxlen=_NUM_INTERVALS)
         self._leaves_at: float | None = None
         self.said_goodbye = threading.Event()
 
@@ -41,7 +43,7 @@ class Targets:
         """One entry for each worker; None while Redis is away: Prometheus goes on with those that it knows."""
         now = self._clock()
         if self._asked_at is not None:
-            self._interval_s = now - self._asked_at
+            self._intervals_s.append(now - self._asked_at)
         self._asked_at = now
         status = self._status
         if status is None:
@@ -60,7 +62,8 @@ class Targets:
         self._leaves_at = now + others_after_s
         if self._asked_at is None or now - self._asked_at > _MOST_PATIENCE_S:
             return 0.0
-        return min(others_after_s + 2 * self._interval_s + 1.0, _MOST_PATIENCE_S)
+        interval_s = max(self._intervals_s, default=_USUAL_INTERVAL_S)
+        return min(others_after_s + max(2 * interval_s + 1.0, _LEAST_PATIENCE_S), _MOST_PATIENCE_S)
 
     def _is_there(self, worker: WorkerInfo, status: RunStatus) -> bool:
         if not worker.is_alive or not worker.address:
