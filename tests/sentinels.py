@@ -15,10 +15,10 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
-from tests.deploy.servers import free_port
+from tests.deploy.servers import reserved_port
 
 SERVICE = "queues"
-_DEADLINE_S = 60.0
+_DEADLINE_S = 180.0
 # How often Sentinels look. Who has heard nothing of a failover for four times publish-period undoes it.
 _QUICK = {"info-period": 100, "ask-period": 100, "publish-period": 500}  # ms
 _DOWN_AFTER_MS, _FAILOVER_TIMEOUT_MS = 1000, 10_000
@@ -29,7 +29,7 @@ class Watched:
 
     def __init__(self, program: Path, folder: Path, stack: ExitStack) -> None:
         self._program, self._folder, self._stack = program, folder, stack
-        primary, replica = free_port(), free_port()
+        primary, replica, *others = (stack.enter_context(reserved_port()) for _ in range(5))
         server = ("--save", "", "--appendonly", "no", "--repl-diskless-sync-delay", "0")
         self.servers = {
             primary: self._start(primary, *server),
@@ -37,7 +37,7 @@ class Watched:
         }
         until(lambda: asked(replica).info("replication")["master_link_status"] == "up", "a replica")
         self._primary = primary
-        self.sentinels = [self._start_sentinel(free_port()) for _ in range(3)]
+        self.sentinels = [self._start_sentinel(port) for port in others]
         until(self._is_whole, "Sentinels that know each other")
 
     @property
@@ -67,6 +67,7 @@ class Watched:
 
     def kill_primary(self) -> None:
         """SIGKILL."""
+        until(lambda: self.primary, "Sentinels that agree")  # a busy machine may have made them change it
         process = self.servers.pop(self.primary)
         process.kill()
         process.wait()

@@ -21,7 +21,7 @@ from redis.exceptions import RedisError
 from deploy.redis.users import ACL_FILE, USERS, main
 
 REDIS_FOLDER = Path(__file__).parents[2] / "deploy" / "redis"
-_DEADLINE_S = 20.0
+_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +69,16 @@ def on_socket(path: Path) -> Sequence[str]:
     return ("--port", "0", "--unixsocket", str(path), "--unixsocketperm", "700")
 
 
-def free_port() -> int:
-    """A port that nobody uses now."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port that nobody else is given in this block: something is bound to it, and does not listen.
+
+    Whoever is told of it can listen there, as all servers do that may take an address again at once.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])
 
 
 def _wait_for_answer(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

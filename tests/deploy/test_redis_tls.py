@@ -12,7 +12,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError as Unreachable
 
-from tests.deploy.servers import REDIS_FOLDER, Users, free_port, make_users, serving
+from tests.deploy.servers import REDIS_FOLDER, Users, make_users, reserved_port, serving
 from tests.integration.harness import SCRIPTED, running
 
 CERTIFICATES = REDIS_FOLDER / "certificates.sh"
@@ -34,13 +34,13 @@ def encrypted(short_path: Path, run_name: str) -> Iterator[Encrypted]:
     if program is None:
         pytest.skip("redis-server is not installed")
     make_certificates(short_path / "tls", "localhost", "127.0.0.1")
-    port = free_port()
-    users = make_users(
-        short_path / "users", run_name, "--server", f"localhost:{port}", "--tls", "--ca", str(short_path / "tls/ca.crt")
-    )
-    words = ["--include", str(REDIS_FOLDER / "tls.conf"), "--tls-port", str(port)]
-    with serving(program, short_path, users, *words, url=users.env("operator")):
-        yield Encrypted(run=run_name, users=users, folder=short_path, port=port)
+    with reserved_port() as port:
+        server = f"localhost:{port}"
+        authority = str(short_path / "tls/ca.crt")
+        users = make_users(short_path / "users", run_name, "--server", server, "--tls", "--ca", authority)
+        words = ["--include", str(REDIS_FOLDER / "tls.conf"), "--tls-port", str(port)]
+        with serving(program, short_path, users, *words, url=users.env("operator")):
+            yield Encrypted(run=run_name, users=users, folder=short_path, port=port)
 
 
 async def test_a_run_over_tls_ends_well(encrypted: Encrypted, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 
 from tests.answering import answering
 from tests.deploy.files import DEPLOY, ROOT
-from tests.deploy.servers import free_port
+from tests.deploy.servers import reserved_port
 from tests.deploy.test_containers import EXAMPLE
 from tests.integration.test_stages import by_length
 
@@ -29,14 +30,15 @@ TWO_NODES = {
     "SLURM_CPUS_ON_NODE": "4",
     "GENERATORS_PER_NODE": "1",
 }
-_DEADLINE_S = 90.0
-pytestmark = pytest.mark.timeout(300)  # two whole jobs, each of five processes
+_DEADLINE_S = 240.0
+pytestmark = pytest.mark.timeout(900)  # two whole jobs, each of five processes
 
 
 class Job:
     """The script as Slurm's batch step starts it, and what it leaves."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, port: int) -> None:
+        self._port = port
         self.run = folder / "runs" / "slurm-test"
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
@@ -59,7 +61,7 @@ class Job:
             "SLURM_SUBMIT_DIR": str(ROOT),
             "VENV": str(Path(sys.executable).parent.parent),
             "RUN_DIR": str(self._folder / "runs"),
-            "REDIS_PORT": str(free_port()),
+            "REDIS_PORT": str(self._port),
             "NUM_SCORERS": "1",
             "PYTHONPATH": str(ROOT),
             **variables,
@@ -76,6 +78,15 @@ class Job:
         while not condition():
             assert time.monotonic() < end, f"not {what}: {self.output}"
             time.sleep(0.02)
+
+    def until_there(self, **numbers: int) -> None:
+        """Wait until so many workers of each role have started in all, so that each has something to end."""
+        self.until(lambda: self.counted("started") == {"redis": 0, **numbers}, "there")
+
+    def counted(self, event: str) -> dict[str, int]:
+        """How often workers of each role have said this."""
+        logs = {path.name: path.read_text() for path in (self.run / "logs").glob("*.log")}
+        return {name.partition("-")[0]: text.count(f'"event": "{event}"') for name, text in logs.items()}
 
     def until_at_work(self) -> None:
         """Wait for the first step."""
@@ -118,33 +129,51 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    made = Job(tmp_path)
-    yield made
-    made.close()
+    with reserved_port() as port:
+        made = Job(tmp_path, port)
+        yield made
+        made.close()
 
 
 @pytest.fixture
-def judge() -> Iterator[str]:
+def gate() -> threading.Event:
+    """Nothing is judged while it is closed, and so no step done."""
+    return threading.Event()
+
+
+@pytest.fixture
+def judge(gate: threading.Event) -> Iterator[str]:
     """The setting of one behind a server."""
-    with answering(by_length) as server:
-        yield f"scoring.judges=[{{model='tiny',url='{server.url}'}}]"
+
+    def behind_the_gate(path: str, body: dict[str, Any], number: int) -> tuple[int, Any]:
+        gate.wait(_DEADLINE_S)
+        return by_length(path, body, number)
+
+    with answering(behind_the_gate) as server:
+        yield f"scoring.judges=[{{model='tiny',url='{server.url}',timeout_s={_DEADLINE_S}}}]"
 
 
-def test_a_job_whose_time_is_up_drains_and_the_next_one_ends_with_its_run(job: Job, judge: str) -> None:
+def test_a_job_whose_time_is_up_drains_and_the_next_one_ends_with_its_run(
+    job: Job, judge: str, gate: threading.Event
+) -> None:
+    once = dict.fromkeys(("exporter", "scorer", "judge", "trainer"), 1)
+    twice = dict.fromkeys(once, 2)
     job.start(judge, NUM_JUDGES="1")
+    job.until_there(generator=1, **once)
+    gate.set()
     job.until_at_work()
     job.warn()
     assert job.ended() == 0, job.output
     assert (job.identity["ended"], job.identity["ledger"]["uncommitted"]) == (None, 0)
     done = sum('"groups"' in line for line in (job.run / "metrics.jsonl").read_text().splitlines())
+    gate.clear()
     job.start(f"trainer.max_steps={done + 1}", judge, NUM_JUDGES="1", **TWO_NODES)
+    job.until_there(generator=3, **twice)
+    gate.set()
     assert job.ended() == 0, job.output
     assert job.identity["ended"] == f"all {done + 1} steps are done"
     assert job.identity["ledger"]["trained"] == (done + 1) * 16
-    logs = {path.name: path.read_text() for path in (job.run / "logs").iterdir()}
-    lives = {name.partition("-")[0]: text.count('"event": "left"') for name, text in logs.items()}
-    twice = dict.fromkeys(("exporter", "scorer", "judge", "trainer"), 2)
-    assert lives == {"redis": 0, "generator": 3, **twice}, job.output
+    assert job.counted("left") == {"redis": 0, "generator": 3, **twice}, job.output
     assert not list(job.run.glob("secrets*"))
 
 

@@ -7,6 +7,7 @@ tests/deploy/test_watching.py.
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,7 @@ from pipeline.run import limits
 from pipeline.run.limits import Limit
 from pipeline.run.status import collect
 from tests.answering import answering
-from tests.deploy.servers import free_port
+from tests.deploy.servers import reserved_port
 from tests.integration.harness import SCRIPTED, Run, running
 from tests.integration.test_stages import by_length, half
 
@@ -53,8 +54,9 @@ async def test_a_stage_whose_workers_all_stand_still_is_named_and_the_run_goes_o
             stopped = [worker for worker in run.workers if worker.role == role]
             for worker in stopped:
                 worker.signal(signal.SIGSTOP)
-            found = await blocked(run, role)
-            assert found.reason.startswith(f"no {role} is alive ({len(stopped)} lost)")
+            # On a busy machine nothing may have moved for long before.
+            found = await blocked(run, role, f"no {role} is alive ({len(stopped)} lost)")
+            assert found.reason.startswith("no ")
             for worker in stopped:
                 worker.signal(signal.SIGCONT)
             await run.until_steps(run.num_steps + 2)
@@ -66,9 +68,8 @@ async def test_a_reward_that_hangs_is_named_with_how_long(tmp_path: Path, valkey
     async with running(tmp_path, valkey_url, run_name, *ENDLESS, HANGS) as run:
         run.start_all()
         await run.until_ready(*run.workers)
-        found = await blocked(run, "scorer")
+        found = await blocked(run, "scorer", "hangs_at_times has not returned for")
         assert "the scorer stage holds" in found.reason
-        assert "hangs_at_times has not returned for" in found.reason
 
 
 async def test_weights_that_do_not_arrive_are_named(tmp_path: Path, valkey_url: str, run_name: str) -> None:
@@ -77,19 +78,24 @@ async def test_weights_that_do_not_arrive_are_named(tmp_path: Path, valkey_url: 
         await run.until_steps(2)
         (serving,) = psutil.Process(trainer.pid).children()
         serving.suspend()
-        found = await blocked(run, "weights")
-        assert "wait for weights of version" in found.reason
+        await blocked(run, "weights", "wait for weights of version")
         serving.resume()
         await run.until_steps(run.num_steps + 2)
         await run.fleet.stop("the test is over")
         await run.until_over()
 
 
+@pytest.fixture
+def two_ports() -> Iterator[tuple[int, int]]:
+    with reserved_port() as one, reserved_port() as other:
+        yield one, other
+
+
 async def test_a_server_of_models_that_is_away_is_named_and_groups_wait_for_it(
-    tmp_path: Path, valkey_url: str, run_name: str
+    tmp_path: Path, valkey_url: str, run_name: str, two_ports: tuple[int, int]
 ) -> None:
     """At the start, and when it goes in the middle of a run."""
-    ports = {"teacher": free_port(), "judge": free_port()}
+    ports = dict(zip(("teacher", "judge"), two_ports, strict=True))
     models = [f"scoring.{role}s=[{{model='tiny',url='http://127.0.0.1:{port}'}}]" for role, port in ports.items()]
     async with running(tmp_path, valkey_url, run_name, *ENDLESS, *models, "algorithm.distillation_coef=0.5") as run:
         for role in ports:

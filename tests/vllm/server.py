@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import ModelSettings
+from tests.deploy.servers import reserved_port
 
 START_S = 200.0
 # What `vllm serve` runs; the command of the wheel for CPUs looks for a package `vllm` and ends.
@@ -36,9 +36,8 @@ class Server:
     """A vLLM server in a process group of its own."""
 
     def __init__(self, model: ModelSettings, log: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        self._reserved = contextlib.ExitStack()
+        port = self._reserved.enter_context(reserved_port())
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
         environ = {
@@ -96,3 +95,4 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(30)
+        self._reserved.close()
