@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,6 @@ from tests.groups import make_prompt
 from tests.integration.harness import SCRIPTED, Run, running
 from tests.integration.processes import Worker
 
-SOON_S = 5.0
 ORDERS = list(itertools.permutations(("generator", "scorer", "trainer")))
 # What each role lacks until the last of the three has come.
 LACKS = {
@@ -44,15 +44,12 @@ async def until_registry_says_what_it_lacks(run: Run, worker: Worker) -> None:
 
 
 async def until_log_says_what_it_lacks(run: Run, worker: Worker) -> None:
-    """In its own log, before it has waited for five seconds."""
-    said: list[object] = []
+    """In its own log; after how many seconds of waiting is in test_wait_log."""
 
     def says() -> bool:
-        said[:] = [e["seconds"] for e in worker.events_named("waiting") if e["waiting_for"] in LACKS[worker.role]]
-        return bool(said)
+        return any(event["waiting_for"] in LACKS[worker.role] for event in worker.events_named("waiting"))
 
     await run.until(says, f"a line of what the {worker.role} waits for")
-    assert said[0] <= SOON_S  # type: ignore[operator]
 
 
 async def test_workers_start_in_any_order_and_say_what_is_missing(
@@ -74,15 +71,25 @@ async def test_workers_start_in_any_order_and_say_what_is_missing(
     await asyncio.gather(*map(start_in, ORDERS))
 
 
-async def groups_per_second(run: Run, num_groups: int) -> float:
-    """Rate of training over the next so many groups."""
-    start, started = (await run.ledger()).trained, time.monotonic()
-    await run.until_trained(start + num_groups)
-    return num_groups / (time.monotonic() - started)
+async def until_rate(run: Run, num_groups: int, is_right: Callable[[float], bool], what: str) -> None:
+    """Wait until so many groups in a row were trained at such a rate, in groups a second.
+
+    Timers of generators and rewards bound the rate from above; a busy machine makes any rate lower, for a while.
+    """
+    since: dict[int, float] = {}  # groups trained -> when that was seen first
+
+    async def has_rate() -> bool:
+        now, trained = time.monotonic(), (await run.ledger()).trained
+        since.setdefault(trained, now)
+        before = [number for number in since if number <= trained - num_groups]
+        return bool(before) and is_right((trained - max(before)) / (since[trained] - since[max(before)]))
+
+    await run.until(has_rate, what)
 
 
 async def test_throughput_follows_generators_that_come_and_go(tmp_path: Path, valkey_url: str, run_name: str) -> None:
-    # One generator makes one group after another, each in 0.8 s: long beside what a busy machine adds.
+    # A generator makes one group after another, each in 0.8 s and never faster.
+    most_of_one = 1 / 0.8
     settings = (
         "generation.scripted.tokens_per_s=20",
         "generation.max_num_seqs=4",
@@ -93,19 +100,13 @@ async def test_throughput_follows_generators_that_come_and_go(tmp_path: Path, va
     )
     async with running(tmp_path, valkey_url, run_name, *SCRIPTED, *settings) as run:
         run.start_all()
-        await run.until_trained(2)
-        alone = await groups_per_second(run, 4)
+        await run.until_trained(4)
         helpers = [run.start("generator") for _ in range(2)]
-        await run.until_ready(*helpers)
-        await run.until_trained((await run.ledger()).trained + 4)
-        together = await groups_per_second(run, 12)
+        await until_rate(run, 12, lambda rate: rate > 2 * most_of_one, "the rate of more than two generators")
         for helper in helpers:
             helper.signal(signal.SIGTERM)
         assert await run.until_exit(*helpers) == [0, 0]
-        await run.until_trained((await run.ledger()).trained + 2)
-        alone_again = await groups_per_second(run, 4)
-        assert together > 2 * alone
-        assert together > 2 * alone_again
+        await until_rate(run, 4, lambda rate: rate < 1.2 * most_of_one, "the rate of one generator")
         await run.fleet.stop("the test is over")
         await run.until_over()
         ledger = await run.ledger()
@@ -122,12 +123,11 @@ async def test_four_scorers_give_four_times_the_rate_of_one(tmp_path: Path, valk
     )
     async with running(tmp_path, valkey_url, run_name, *SCRIPTED, *settings) as run:
         run.start_all()
-        await run.until_trained(2)
-        alone = await groups_per_second(run, 4)
-        await run.until_ready(*[run.start("scorer") for _ in range(3)])
-        await run.until_trained((await run.ledger()).trained + 8)
-        together = await groups_per_second(run, 24)
-        assert together > 2.5 * alone
+        await run.until_trained(4)
+        for _ in range(3):
+            run.start("scorer")
+        # A scorer takes half a second for a group, and never less.
+        await until_rate(run, 24, lambda rate: rate > 2.5 * 2, "the rate of more than two scorers")
         await run.fleet.stop("the test is over")
         await run.until_over()
 
@@ -187,10 +187,12 @@ async def test_generators_that_pass_weights_on_come_and_go(tmp_path: Path, valke
         await run.until(all_relay, "three relays")
         await run.until_steps(run.num_steps + 10)
         first.kill()
-        before = {worker.pid: await run.metric(worker, "rollstream_weight_version") for worker in others}
-        await run.until_steps(run.num_steps + 40)
-        for worker in others:
-            assert await run.metric(worker, "rollstream_weight_version") > before[worker.pid] + 10
+        killed_at = await run.fleet.version() or 0
+
+        async def have_newer_weights() -> bool:
+            return min([await run.metric(worker, "rollstream_weight_version") for worker in others]) > killed_at + 10
+
+        await run.until(have_newer_weights, "weights from after the death of the first relay, at both others")
         assert (await run.ledger()).dead == 0
 
 
