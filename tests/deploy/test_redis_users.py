@@ -123,6 +123,7 @@ async def _run_as_users(guarded: Guarded, tmp_path: Path, models: str) -> None:
     """models: of a teacher and a judge."""
     stages = [f"scoring.{role}s=[{{model='tiny',url='{models}'}}]" for role in ("teacher", "judge")]
     more = ("checkpoint.every_steps=4", "staleness.requeue=true", "generation.group_size=2")
+    more = (*more, "trainer.scripted_step_s=0.1")  # so that it is killed before its last step
     overrides = (*SCRIPTED, *stages, *more)
     async with running(tmp_path, guarded.url("operator"), guarded.keys.run, *overrides) as run:
         for role in ("exporter", "generator", "scorer", "teacher", "judge"):

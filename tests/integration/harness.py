@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
 from pipeline.config import Config
@@ -26,9 +25,11 @@ from pipeline.keys import CONSUMER_GROUP, Keys, Stream
 from pipeline.settings.files import load_config
 from pipeline.streams import Ledger, Streams, connect
 from tests.integration.processes import Worker, start_process
+from tests.integration.served import Served, served_at
 
 POLL_S = 0.02
-DEADLINE_S = 60.0
+# Nothing is concluded from how long something takes: this is for what would never come.
+DEADLINE_S = 180.0
 
 # Quick leases and heartbeats, so that takeovers happen within a test's patience.
 SCRIPTED = (
@@ -43,7 +44,7 @@ SCRIPTED = (
     "scoring.num_processes=1",
     "queues.lease_s=2.0",
     "worker.heartbeat_s=0.3",
-    "worker.drain_timeout_s=10.0",
+    "worker.drain_timeout_s=60.0",
     "worker.log_format='json'",
     "weights.poll_s=0.2",
     "checkpoint.every_steps=0",
@@ -151,6 +152,20 @@ class Run:
 
         await self.until(enough, f"{number} trained groups", deadline_s=deadline_s)
 
+    async def until_stopped(self, workers: Sequence[Worker], when: Callable[[], Awaitable[bool]], what: str) -> None:
+        """Stop these workers (SIGSTOP) at a moment at which `when` holds, so that it still holds afterwards."""
+
+        async def is_caught() -> bool:
+            for worker in workers:
+                worker.signal(signal.SIGSTOP)
+            if await when():
+                return True
+            for worker in workers:
+                worker.signal(signal.SIGCONT)
+            return False
+
+        await self.until(is_caught, what)
+
     async def until_ready(self, *workers: Worker) -> list[WorkerInfo]:
         """What the registry says of these workers, once they can do their work."""
         found: list[WorkerInfo] = []
@@ -202,11 +217,17 @@ class Run:
 
     async def metric(self, worker: Worker, name: str, **labels: str) -> float:
         """The sum of one metric's series at a worker's own endpoint, over labels that are not given."""
+        return (await self.served(worker)).total(name, **labels)
+
+    async def served(self, worker: Worker) -> Served:
+        """All metrics of a worker, as they are at one moment."""
+        return await served_at(await self.address(worker))
+
+    async def address(self, worker: Worker) -> str:
+        """Where a worker's endpoints are."""
         info = await self.info(worker)
         assert info is not None, f"{worker.role} is not in the registry"
-        text = await asyncio.to_thread(_get, f"http://{info.address}/metrics")
-        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-        return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
+        return info.address
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -262,8 +283,3 @@ async def running(directory: Path, url: str, name: str, *overrides: str) -> Asyn
     finally:
         run.end()
         await redis.aclose()
-
-
-def _get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        return str(answer.read().decode())

@@ -7,6 +7,7 @@ the imports is what the command does. Processes that test at the same time share
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import multiprocessing
@@ -87,8 +88,9 @@ class Worker:
         return [event for event in self.events if event.get("event") == name]
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process alone."""
-        os.kill(self.pid, number)
+        """Send a signal to the process alone; one that has just ended hears nothing."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End it with SIGKILL, on purpose; returns when it is dead."""

@@ -16,9 +16,9 @@ from tests.integration.test_records import assert_described
 from tests.integration.turns import assert_apart, turns_of
 from tests.tiny import make_tiny_model
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
-DEADLINE_S = 140.0  # four processes load torch first, which is slow on a busy machine
+DEADLINE_S = 240.0  # four processes load torch first, which is slow on a busy machine
 
 
 def settings(directory: Path) -> list[str]:
@@ -44,7 +44,7 @@ def settings(directory: Path) -> list[str]:
         "trainer.learning_rate=0.001",
         "trainer.num_threads=1",
         "checkpoint.every_steps=0",
-        "queues.lease_s=2.0",
+        "queues.lease_s=10.0",  # a busy machine keeps a worker that computes silent for seconds
         "worker.heartbeat_s=0.3",
         "worker.log_format='json'",
         "worker.log_level='debug'",

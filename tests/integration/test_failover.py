@@ -17,8 +17,6 @@ from pipeline.streams import connect
 from tests.integration.harness import SCRIPTED, running
 from tests.sentinels import SERVICE, Watched, watched
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture
 def servers(short_path: Path) -> Iterator[Watched]:

@@ -113,10 +113,13 @@ async def test_groups_that_no_one_can_process_are_set_aside_with_the_reason_and_
             assert words in letters[group_id].reason
         assert letters["no-room"].attempt == run.config.queues.max_attempts
         assert {letters[name].stream for name in ("broken-score", "from-the-future")} == {Stream.SCORED}
-        generator, scorer, trainer = run.workers
-        assert await run.metric(generator, "rollstream_dead_letters_total", stage="prompts") == len(bad)
-        assert await run.metric(scorer, "rollstream_dead_letters_total", stage="rollouts") == 2
-        assert await run.metric(trainer, "rollstream_dead_letters_total", stage="scored") == 2
+
+        async def all_are_counted() -> bool:  # by each worker, after the ledger
+            stages = zip(run.workers, ("prompts", "rollouts", "scored"), strict=True)
+            counts = [await run.metric(who, "rollstream_dead_letters_total", stage=stage) for who, stage in stages]
+            return counts == [len(bad), 2, 2]
+
+        await run.until(all_are_counted, "workers that count the dead letters of their stage")
         await run.until_steps(run.num_steps + 2)
 
         # Mended, it passes all stages. What is not mended dies again.
@@ -282,10 +285,12 @@ async def test_a_reward_that_hangs_for_some_prompts_holds_up_no_others(
 
         await run.until(two_rounds_of_hangs, "as many hangs as would use up all processes twice")
         await run.until_trained((await run.ledger()).trained + 8)
-        hung = await run.metric(scorer, "rollstream_reward_calls_total", outcome="timeout")
-        assert hung >= 4 * (await run.ledger()).dropped["unscored"] > 0
-        long_calls = await run.metric(scorer, "rollstream_reward_seconds_count")
-        long_calls -= await run.metric(scorer, "rollstream_reward_seconds_bucket", le="0.25")
+        num_unscored = (await run.ledger()).dropped["unscored"]  # all of which were counted before
+        served = await run.served(scorer)
+        hung = served.total("rollstream_reward_calls_total", outcome="timeout")
+        assert hung >= 4 * num_unscored > 0
+        long_calls = served.total("rollstream_reward_seconds_count")
+        long_calls -= served.total("rollstream_reward_seconds_bucket", le="0.25")
         assert long_calls >= hung / 4
         assert await run.metric(trainer, "rollstream_tokens_wasted_total", reason="unscored") > 0
         assert not any(sum(map(ord, sample["prompt"])) % 4 == 0 for sample in run.samples)
@@ -294,7 +299,9 @@ async def test_a_reward_that_hangs_for_some_prompts_holds_up_no_others(
 
 
 async def test_what_an_older_run_left_is_never_trained(tmp_path: Path, valkey_url: str, run_name: str) -> None:
-    async with running(tmp_path, valkey_url, run_name, *SCRIPTED, "queues.lease_s=1.0") as run:
+    async with running(
+        tmp_path, valkey_url, run_name, *SCRIPTED, "queues.lease_s=1.0", "trainer.max_steps=100000"
+    ) as run:
         await run.redis.set("somebody-else", b"stays")
         for worker in (run.start_all(), *run.workers[:2]):
             await run.until_steps(1)

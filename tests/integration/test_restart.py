@@ -9,40 +9,30 @@ import json
 import signal
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from pipeline.checkpoints import Checkpoints
 from pipeline.keys import Keys
-from tests.integration.harness import SCRIPTED, Run, running
+from tests.integration.harness import SCRIPTED, running
+from tests.integration.lives import (
+    killed_between_checkpoints,
+    newest_checkpoint,
+    newest_version,
+    surviving,
+    versions_of,
+)
 
+NUM_STEPS = 18
+NUM_GROUPS = 4 * NUM_STEPS
 SETTINGS = (
     *SCRIPTED,
     "trainer.scripted_step_s=0.2",
-    "trainer.max_steps=12",
+    f"trainer.max_steps={NUM_STEPS}",
     "checkpoint.every_steps=3",
     "checkpoint.keep=10",
     "queues.lease_s=1.0",
 )
-
-
-def surviving(run: Run) -> list[dict[str, Any]]:
-    """Samples of the steps that the final weights went through: where a step was done again, the last ones."""
-    last_life: dict[int, list[dict[str, Any]]] = {}
-    before = 0
-    for sample in run.samples:
-        step = sample["step"]
-        if step < before:
-            last_life = {known: rest for known, rest in last_life.items() if known < step}
-        last_life.setdefault(step, []).append(sample)
-        before = step
-    return [sample for step in sorted(last_life) for sample in last_life[step]]
-
-
-def versions_of(samples: list[dict[str, Any]]) -> list[int]:
-    """Every weight version that has sampled a token, in the order of training."""
-    return [version for sample in samples for item in sample["completions"] for version, _ in item["versions"]]
 
 
 async def test_a_trainer_killed_in_mid_step_is_followed_by_one_that_feeds_again_what_no_checkpoint_holds(
@@ -50,26 +40,22 @@ async def test_a_trainer_killed_in_mid_step_is_followed_by_one_that_feeds_again_
 ) -> None:
     async with running(tmp_path, valkey_url, run_name, *SETTINGS) as run:
         doomed = run.start_all(generators=2)
-        # Samples of a step are written after its row.
-        await run.until(lambda: bool(run.samples) and run.samples[-1]["step"] >= 5, "the samples of step 5")
-        doomed.kill()
-        ledger = await run.ledger()
-        assert ledger.uncommitted == ledger.trained - 12 > 0
-        version = await run.fleet.version()
-        assert version is not None
+        saved_step = await killed_between_checkpoints(run, doomed)
+        version = await newest_version(run)
         num_before = len(run.samples)
         successor = run.start("trainer")
         await run.until(lambda: successor.events_named("resumed") != [], "a trainer that resumes")
         (resumed,) = successor.events_named("resumed")
-        assert resumed["step"] == 3
+        assert resumed["step"] == saved_step
         assert resumed["weight_version"] == version + 1
         await run.until_over()
         ledger = await run.ledger()
-        assert (ledger.fed, ledger.trained, ledger.uncommitted, ledger.live) == (48, 48, 0, 0)
-        assert Counter(sample["group_id"] for sample in surviving(run)) == {f"{i:08d}": 1 for i in range(48)}
+        assert (ledger.fed, ledger.trained, ledger.uncommitted, ledger.live) == (NUM_GROUPS, NUM_GROUPS, 0, 0)
+        assert Counter(sample["group_id"] for sample in surviving(run)) == {f"{i:08d}": 1 for i in range(NUM_GROUPS)}
         # Generators came over without a restart, to weights whose number nobody had before.
         assert max(versions_of(run.samples[num_before:])) > version
-        assert [row["weight_version"] for row in run.steps[-9:]] == [version + 2 + i for i in range(9)]
+        num_left = NUM_STEPS - saved_step
+        assert [row["weight_version"] for row in run.steps[-num_left:]] == [version + 2 + i for i in range(num_left)]
         assert all(row["staleness_max"] >= 0 for row in run.steps)
 
 
@@ -89,19 +75,22 @@ async def test_a_trainer_waits_for_one_that_is_gone_and_says_so(tmp_path: Path, 
 async def test_a_trainer_that_died_between_checkpoint_and_count_trains_nothing_twice(
     tmp_path: Path, valkey_url: str, run_name: str
 ) -> None:
-    async with running(tmp_path, valkey_url, run_name, *SETTINGS, "trainer.max_steps=4") as run:
+    async with running(tmp_path, valkey_url, run_name, *SETTINGS) as run:
         doomed = run.start_all()
-        payloads: dict[str, bytes] = {}
+        seen: dict[str, bytes] = {}
 
-        async def uncommitted() -> bool:
-            payloads.update(await run.streams.uncommitted())
-            return bool(payloads)
+        def of_the_checkpoint() -> dict[str, bytes]:
+            saved = newest_checkpoint(run)
+            committed = saved.state["committed"] if saved is not None else []
+            return {group_id: seen[group_id] for group_id in committed if group_id in seen}
 
-        await run.until(uncommitted, "groups that no checkpoint holds yet")
-        await run.until(lambda: doomed.events_named("checkpoint_written") != [], "a checkpoint")
+        async def holds_some_that_were_uncommitted() -> bool:
+            seen.update(await run.streams.uncommitted())
+            return bool(of_the_checkpoint())
+
+        await run.until_stopped([doomed], holds_some_that_were_uncommitted, "a checkpoint of groups that were seen")
         doomed.kill()
-        (checkpoint,) = (run.config.run_dir / "checkpoints").glob("step_*")
-        assert payloads.keys() <= set(json.loads((checkpoint / "state.json").read_text())["committed"])
+        payloads = of_the_checkpoint()
         # As if it had died a moment earlier: the checkpoint is there, and Redis does not know.
         await run.redis.hset(Keys(run_name).uncommitted, mapping=dict(payloads))
         run.start("trainer")
@@ -131,23 +120,20 @@ async def test_a_trainer_that_was_replaced_while_it_stood_still_writes_nothing_a
         (last,) = stalled.events_named("worker_failed")
         assert "took the run over" in str(last["error"])
         assert [checkpoint.step for checkpoint in checkpoints.list()] == before
-        assert before[-1] == 12
+        assert before[-1] == NUM_STEPS
 
 
 async def test_versions_go_on_rising_when_redis_lost_the_run_while_there_was_no_trainer(
     tmp_path: Path, valkey_url: str, run_name: str
 ) -> None:
     async with running(tmp_path, valkey_url, run_name, *SETTINGS) as run:
-        doomed = run.start_all()
-        await run.until_steps(5)
-        doomed.kill()
-        version = await run.fleet.version()
-        assert version is not None
+        saved_step = await killed_between_checkpoints(run, run.start_all())
+        version = await newest_version(run)
         await run.redis.unlink(*[key async for key in run.redis.scan_iter(match=Keys(run_name).pattern)])
         successor = run.start("trainer")
         await run.until(lambda: successor.events_named("resumed") != [], "a trainer that resumes")
         (resumed,) = successor.events_named("resumed")
-        assert (resumed["step"], resumed["weight_version"]) == (3, version + 1)
+        assert (resumed["step"], resumed["weight_version"]) == (saved_step, version + 1)
         assert len(successor.events_named("run_lost")) == 1
         await run.until_over()
         assert (await run.ledger()).dead == 0
@@ -156,7 +142,7 @@ async def test_versions_go_on_rising_when_redis_lost_the_run_while_there_was_no_
 async def test_a_trainer_that_saw_redis_lose_the_run_is_followed_by_one_that_knows_it_again(
     tmp_path: Path, valkey_url: str, run_name: str
 ) -> None:
-    async with running(tmp_path, valkey_url, run_name, *SETTINGS, "trainer.max_steps=20") as run:
+    async with running(tmp_path, valkey_url, run_name, *SETTINGS, "trainer.max_steps=100000") as run:
         doomed = run.start_all()
         await run.until_steps(4)
         identity = run.config.run_dir / "run.json"
@@ -174,8 +160,9 @@ async def test_a_trainer_that_saw_redis_lose_the_run_is_followed_by_one_that_kno
         assert remembered["run_id"] == facts.run_id
         assert remembered["weight_version"] >= (facts.weight_version or 0) > before["weight_version"]
         doomed.kill()
-        newest = max(await run.fleet.version() or 0, json.loads(identity.read_text())["weight_version"])
-        successor = run.start("trainer")
+        newest, saved = await newest_version(run), newest_checkpoint(run)
+        assert saved is not None
+        successor = run.start("trainer", f"trainer.max_steps={saved.step + 3}")
         await run.until(lambda: successor.events_named("resumed") != [], "a trainer that resumes")
         (resumed,) = successor.events_named("resumed")
         assert resumed["weight_version"] == newest + 1
@@ -230,35 +217,36 @@ async def test_a_trainer_that_goes_on_with_other_settings_than_its_predecessor_n
         await run.until_steps(2)
         assert doomed.events_named("settings_changed") == []
         doomed.kill()
-        successor = run.start("trainer", "trainer.max_steps=4", "checkpoint.keep=5")
+        saved = newest_checkpoint(run)
+        last = 2 + (saved.step if saved is not None else 0)
+        successor = run.start("trainer", f"trainer.max_steps={last}", "checkpoint.keep=5")
         await run.until_over()
         (said,) = successor.events_named("settings_changed")
         assert said["level"] == "warning"
-        assert said["changed"] == "trainer.max_steps = 4 here, 12 before; checkpoint.keep = 5 here, 10 before"
-        assert run.num_steps == 4
+        steps = f"trainer.max_steps = {last} here, {NUM_STEPS} before"
+        assert said["changed"] == f"{steps}; checkpoint.keep = 5 here, 10 before"
+        assert run.num_steps == last
 
 
 async def test_groups_for_which_no_step_is_left_are_live_and_said_and_trained_once_there_are_more_steps(
     tmp_path: Path, valkey_url: str, run_name: str
 ) -> None:
     async with running(tmp_path, valkey_url, run_name, *SETTINGS) as run:
-        doomed = run.start_all()
-        await run.until(lambda: bool(run.samples) and run.samples[-1]["step"] >= 5, "the samples of step 5")
-        doomed.kill()
-        # From step 3 on there is one step to do, and what the one that was killed had fed and trained is for many.
-        successor = run.start("trainer", "trainer.max_steps=4")
+        saved_step = await killed_between_checkpoints(run, run.start_all())
+        # There is one step to do, and what the one that was killed had fed and trained is for many.
+        successor = run.start("trainer", f"trainer.max_steps={saved_step + 1}")
         await run.until_over()
-        ledger = await run.ledger()
-        assert (ledger.trained, ledger.uncommitted) == (16, 0)
-        assert ledger.live == ledger.fed - 16 > 0
+        ledger, num_trained = await run.ledger(), 4 * (saved_step + 1)
+        assert (ledger.trained, ledger.uncommitted) == (num_trained, 0)
+        assert ledger.live == ledger.fed - num_trained > 0
         (said,) = successor.events_named("groups_left")
         assert said["num_groups"] == ledger.live
         last = run.start_all()
         await run.until_over()
         assert last.events_named("groups_left") == []
         ledger = await run.ledger()
-        assert (ledger.fed, ledger.trained, ledger.uncommitted, ledger.live) == (48, 48, 0, 0)
-        assert Counter(sample["group_id"] for sample in surviving(run)) == {f"{i:08d}": 1 for i in range(48)}
+        assert (ledger.fed, ledger.trained, ledger.uncommitted, ledger.live) == (NUM_GROUPS, NUM_GROUPS, 0, 0)
+        assert Counter(sample["group_id"] for sample in surviving(run)) == {f"{i:08d}": 1 for i in range(NUM_GROUPS)}
 
 
 async def test_a_trainer_that_is_drained_before_its_first_step_leaves_no_checkpoint_and_loses_nothing(
@@ -293,7 +281,7 @@ async def test_a_trainer_whose_weights_nobody_serves_any_more_ends_and_is_follow
         run.start("trainer")
         await run.until_over()
         ledger = await run.ledger()
-        assert (ledger.fed, ledger.trained, ledger.uncommitted, ledger.live) == (48, 48, 0, 0)
+        assert (ledger.fed, ledger.trained, ledger.uncommitted, ledger.live) == (NUM_GROUPS, NUM_GROUPS, 0, 0)
 
 
 async def test_checkpoints_that_cannot_be_written_are_counted_and_training_goes_on(

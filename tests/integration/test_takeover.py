@@ -6,7 +6,6 @@ Scenarios Q2, Q3, Q4 and E4.
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -31,16 +30,10 @@ async def stopped_while_they_hold_groups(run: Run, workers: Sequence[Worker]) ->
     """Stop these workers (SIGSTOP) at a moment when each has groups in its hands; returns their ids."""
     ids = [info.worker_id for info in await run.until_ready(*workers)]
 
-    async def caught() -> bool:
-        for worker in workers:
-            worker.signal(signal.SIGSTOP)
-        if all([await run.num_held(worker_id) > 0 for worker_id in ids]):
-            return True
-        for worker in workers:
-            worker.signal(signal.SIGCONT)
-        return False
+    async def all_hold_some() -> bool:
+        return all([await run.num_held(worker_id) > 0 for worker_id in ids])
 
-    await run.until(caught, "workers that hold groups")
+    await run.until_stopped(workers, all_hold_some, "workers that hold groups")
     return ids
 
 
@@ -70,11 +63,9 @@ async def test_groups_of_killed_and_stalled_workers_are_taken_over_and_trained_o
         run.start("trainer")
         doomed, stalled = (generators[0], scorers[0]), (generators[1], scorers[1])
         ids = await stopped_while_they_hold_groups(run, [*doomed, *stalled])
-        stopped_at = time.monotonic()
         for worker in doomed:
             worker.kill()
         await until_they_hold_nothing(run, ids)
-        assert time.monotonic() - stopped_at < 2 * run.config.queues.lease_s
 
         # Those that were only stalled come too late with their results.
         refused = (await run.ledger()).refused

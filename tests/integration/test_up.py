@@ -30,7 +30,7 @@ from pipeline.streams import Streams, connect
 from tests.conftest import Answer
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 90.0
+DEADLINE_S = 180.0
 SETTINGS = """
 [generation]
 engine = "scripted"

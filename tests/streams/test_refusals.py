@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from redis.asyncio import Redis
@@ -16,7 +17,7 @@ from pipeline.messages import Endpoints
 from pipeline.queues.connection import connect
 from pipeline.streams import Entry, Streams
 from tests.refusing import BREAK_AND_MEND, break_, mend, server_without_a_place_for_snapshots
-from tests.streams.conftest import entries
+from tests.streams.conftest import Worker, entries
 
 
 @pytest.mark.parametrize("how", BREAK_AND_MEND)
@@ -30,7 +31,7 @@ async def test_calls_wait_until_the_server_takes_writes_again(how: str, keys: Ke
             done, _ = await asyncio.wait([feeding], timeout=0.3)
             assert not done
             await mend(other, how)
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(180):
                 assert await feeding == 3
             assert len(await streams.claim(Stream.PROMPTS, 10, block_s=5.0)) == 3
             ledger = await streams.ledger()
@@ -72,7 +73,7 @@ async def test_whatever_a_worker_writes_waits_until_the_server_takes_it(how: str
             done, _ = await asyncio.wait(calls.values(), timeout=0.3)
             assert not done
             await mend(other, how)
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(180):
                 await asyncio.gather(*calls.values())
             assert calls["commit"].result() == 1
             assert calls["acquire_trainer"].result() is True
@@ -111,10 +112,26 @@ async def test_what_was_taken_over_is_returned_before_anything_else_is_read(redi
     await streams.feed(entries(1), limit=10)
     (held,) = await streams.claim(Stream.PROMPTS, 1, block_s=1.0)
     await streams.feed(entries(1, first=1), limit=10)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(180):
         while True:
             leases = await streams.claim(Stream.PROMPTS, 2, block_s=0.0)
             if any(lease.entry_id == held.entry_id for lease in leases):
                 break
             await streams.release(leases)
     assert [lease.entry_id for lease in leases] == [held.entry_id]
+
+
+async def test_a_lapsed_lease_is_found_within_a_third_of_a_lease_though_there_is_always_something_new(
+    worker: Worker, lapse: Callable[..., Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that what a killed worker held is taken over well within two leases."""
+    now = [1000.0]
+    monkeypatch.setattr("pipeline.streams.time", SimpleNamespace(monotonic=lambda: now[0]))
+    killed, busy = worker("killed"), worker("busy", lease_s=30.0)
+    await killed.feed(entries(6), limit=10)
+    (lost,) = await killed.claim(Stream.PROMPTS, 1, block_s=0)
+    found = await busy.claim(Stream.PROMPTS, 1, block_s=0)
+    await lapse(lost)
+    for now[0] in (1005.0, 1009.9, 1010.0, 1011.0):
+        found += await busy.claim(Stream.PROMPTS, 1, block_s=0)
+    assert [lease.group_id for lease in found] == ["00000001", "00000002", "00000003", lost.group_id, "00000004"]
