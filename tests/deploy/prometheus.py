@@ -27,7 +27,7 @@ import yaml
 from tests.deploy.promql import PROMETHEUS
 
 EVERY_S = 0.5
-_START_S = 30.0
+_START_S = 120.0
 _LISTENS = re.compile(r'msg="Listening on" address=(\S+)')
 
 

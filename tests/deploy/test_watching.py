@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import time
-import urllib.request
 from asyncio.subprocess import PIPE
 from collections.abc import Iterator
 from functools import partial
@@ -27,14 +26,14 @@ from tests.deploy.prometheus import Prometheus, watching
 from tests.deploy.promql import DEPLOY, rules
 from tests.integration.harness import SCRIPTED, Run, running
 from tests.integration.processes import Worker
+from tests.integration.served import text_at
 from tests.integration.test_stages import of_both
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed"),
-    pytest.mark.timeout(300),  # a whole run with a Prometheus, and two boards that are drawn
+    pytest.mark.timeout(1200),  # a whole run with a Prometheus, and two boards that are drawn
 ]
 
-_SHOWN_S = 45
 # What a run with a learner that computes nothing has no values for, and a bound that the server does not have.
 NO_VALUES = {
     "overview/Memory of Redis/1",
@@ -89,37 +88,44 @@ async def wait_for(run: Run, prometheus: Prometheus, expr: str, what: str) -> No
     await run.until(holds, what)
 
 
-async def scraped(run: Run, worker: Worker) -> str:
-    info = await run.info(worker)
-    assert info is not None
-
-    def get() -> str:
-        with urllib.request.urlopen(f"http://{info.address}/metrics", timeout=10) as answer:
-            return str(answer.read().decode())
-
-    return await asyncio.to_thread(get)
-
-
 async def lint(run: Run, *workers: Worker) -> None:
     """Prometheus's own checker finds nothing to complain of in what these serve."""
     for worker in workers:
-        text = await scraped(run, worker)
+        text = await text_at(await run.address(worker))
         checker = await asyncio.create_subprocess_exec("promtool", "check", "metrics", stdin=PIPE, stderr=PIPE)
         _, complaints = await checker.communicate(text.encode())
         assert (checker.returncode, complaints) == (0, b""), worker.role
 
 
-async def shown(prometheus: Prometheus, run_name: str) -> set[str]:
-    """Ask every query of every panel; returns those that have had no data."""
+async def without_data(prometheus: Prometheus, run_name: str, since: float) -> set[str]:
+    """Ask every query of every panel; returns those that have had no data since then, in Unix seconds."""
+    shown_s = time.time() - since
     variables = {"run": run_name, "role": ".*", "worker": ".*", "__rate_interval": "10s", "__interval": "1s"}
     empty = set()
     for query in queries():
-        if not await prometheus.has_data(filled(query.expr, variables), _SHOWN_S):
+        if not await prometheus.has_data(filled(query.expr, variables), shown_s):
             empty.add(query.where)
     for mark in read(BOARDS[0])["annotations"]["list"]:
-        if not await prometheus.has_data(filled(mark["target"]["expr"], variables), _SHOWN_S):
+        if not await prometheus.has_data(filled(mark["target"]["expr"], variables), shown_s):
             empty.add(mark["name"])
     return empty
+
+
+async def until_all_is_shown(run: Run, prometheus: Prometheus, since: float) -> None:
+    """Wait until every panel and every mark has had data, but for those that cannot have any here."""
+    empty: set[str] = set()
+
+    async def has_all() -> bool:
+        empty.clear()
+        empty.update(await without_data(prometheus, run.config.run.name, since))
+        return empty <= NO_VALUES
+
+    try:
+        await run.until(has_all, "data in every panel")
+    except AssertionError as error:
+        error.add_note(f"without data: {sorted(empty - NO_VALUES)}")
+        raise
+    assert sorted(empty) == sorted(NO_VALUES)
 
 
 async def test_prometheus_finds_workers_that_come_and_go_and_boards_and_alerts_have_data(
@@ -140,6 +146,7 @@ async def test_prometheus_finds_workers_that_come_and_go_and_boards_and_alerts_h
         f"data.eval_path={json.dumps(str(held_out))}",
         "exporter.interval_s=0.2",
     )
+    since = time.time()
     async with running(tmp_path, valkey_url, run_name, *settings) as run:
         trainer = run.start_all()
         generator, scorer, _ = run.workers
@@ -162,10 +169,12 @@ async def test_prometheus_finds_workers_that_come_and_go_and_boards_and_alerts_h
                 run, prometheus, 'rollstream_workers{state="lost", role="generator"} == 1', "a lost generator"
             )
             await wait_for(run, prometheus, 'rollstream_ledger{state="dead"} == 1', "a dead letter")
+            for alert in ("RollstreamDeadLetters", "RollstreamWorkerLost"):
+                await wait_for(run, prometheus, f'ALERTS{{alertname="{alert}", alertstate="firing"}}', f"alert {alert}")
 
-            assert sorted(await shown(prometheus, run_name)) == sorted(NO_VALUES)
+            await until_all_is_shown(run, prometheus, since)
             await asked_without_error(run, prometheus)
-            await asyncio.to_thread(draw_boards, prometheus.url, run_name, tmp_path)
+            await asyncio.to_thread(draw_boards, prometheus.url, run_name, tmp_path, since)
 
             # The one scorer is gone: nothing moves, and the alert names the stage.
             scorer.kill()
@@ -175,7 +184,8 @@ async def test_prometheus_finds_workers_that_come_and_go_and_boards_and_alerts_h
             # A run that has ended leaves nothing that Prometheus would look for, and no alarm.
             await run.fleet.stop("the test is over")
             await run.until_over()
-            await run.until(partial(is_forgotten, prometheus), "an end of all series", deadline_s=150)
+            # At once, or when a busy one did not note their end, five minutes after their last value.
+            await run.until(partial(is_forgotten, prometheus), "an end of all series", deadline_s=400)
 
 
 async def is_forgotten(prometheus: Prometheus) -> bool:
@@ -200,14 +210,14 @@ async def asked_without_error(run: Run, prometheus: Prometheus) -> None:
         assert said["dashboard"].startswith(f"http://localhost:3000/d/rollstream-overview?var-run={name}&viewPanel=")
 
 
-def draw_boards(url: str, run_name: str, directory: Path) -> None:
+def draw_boards(url: str, run_name: str, directory: Path, since: float) -> None:
     """Two boards, which have every kind of panel, are drawn from the recorded run."""
     now = time.time()
-    window = Window(url=url, run=run_name, start=now - _SHOWN_S, end=now, rate_s=10)
+    window = Window(url=url, run=run_name, start=since, end=now, rate_s=10)
     drawn = {}
     marks = window.marks(read(BOARDS[0]))
     assert {mark.name for mark in marks} == {"Fleet", "Checkpoints", "Alerts"}
-    assert all(0 <= mark.at_s <= _SHOWN_S for mark in marks)
+    assert all(0 <= mark.at_s <= now - since for mark in marks)
     for name in ("overview", "scoring"):
         board = read(DEPLOY / "grafana" / "dashboards" / f"{name}.json")
         figure = picture(board, panels_of(board, None), window)
