@@ -17,6 +17,7 @@ import pytest
 from pipeline.local.supervisor import RestartPolicy, Supervisor, WorkerExit, WorkerSpec
 
 QUICK = RestartPolicy(first_s=0.01, limit_s=0.05, healthy_after_s=60.0, max_failures=4)
+PATIENCE_S = 4.0  # short to wait for, long for a worker that ends at once on a busy machine
 FOREVER = "import time\nprint('ready', flush=True)\ntime.sleep(600)"
 DRAINS = """
 import signal, sys, time
@@ -54,14 +55,14 @@ class Watch:
         return [ended.code for ended in self.exits if ended.name == name]
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             while not condition():
                 self.changed.clear()
                 await self.changed.wait()
 
     async def until_condition(self, condition: Callable[[], Awaitable[object]]) -> None:
         """Wait for what sets no event."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             while not await condition():  # noqa: ASYNC110 - Redis sets no event
                 await asyncio.sleep(0.02)
 
@@ -89,7 +90,7 @@ def runs(pid: int) -> bool:
 
 async def ended(pids: Sequence[int]) -> None:
     """Wait until none of these processes runs."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(180):
         while any(runs(pid) for pid in pids):  # noqa: ASYNC110 - other processes set no event
             await asyncio.sleep(0.02)
 
@@ -254,7 +255,7 @@ async def test_a_worker_that_is_let_go_and_stays_is_killed_and_one_that_fails_on
     watch = Watch()
     fails = DRAINS.replace("sys.exit(0)", "sys.exit(2)")
     specs = [script("trainer", DRAINS, ends_run=True), script("a", DEAF), script("b", fails)]
-    supervisor = supervise(watch, specs, drain_timeout_s=0.5)
+    supervisor = supervise(watch, specs, drain_timeout_s=PATIENCE_S)
     run = asyncio.create_task(supervisor.run())
     await watch.until_said("ready", times=3)
     for name in "ab":
@@ -267,7 +268,7 @@ async def test_a_worker_that_is_let_go_and_stays_is_killed_and_one_that_fails_on
 
 async def test_a_worker_that_does_not_drain_is_killed_and_the_code_says_so() -> None:
     watch = Watch()
-    supervisor = supervise(watch, [script("a", DEAF), script("b", DRAINS)], drain_timeout_s=0.5)
+    supervisor = supervise(watch, [script("a", DEAF), script("b", DRAINS)], drain_timeout_s=PATIENCE_S)
     run = asyncio.create_task(supervisor.run())
     await watch.until_said("ready", times=2)
     supervisor.stop()
@@ -377,7 +378,7 @@ async def test_workers_know_their_parent_and_not_what_was_taken_from_them() -> N
 def test_a_signal_drains_the_workers_of_a_supervisor_process() -> None:
     process = supervisor_process()
     os.kill(process.pid, signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=180)
     assert process.returncode == 0
     assert "drained" in output
 
@@ -395,7 +396,7 @@ sys.exit(asyncio.run(Supervisor([script('a', DRAINS)], drain_timeout_s=20, on_li
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent
     )
     assert process.stdout is not None
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while process.stdout.readline().strip() != "ready":
         assert time.monotonic() < deadline
     return process

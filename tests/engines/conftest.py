@@ -76,7 +76,7 @@ async def start(tiny_model: ModelSettings) -> AsyncIterator[Start]:
 
 
 def openai_config(model: ModelSettings, *urls: str, **openai: object) -> Config:
-    generation = {"engine": "openai", "openai": {"urls": list(urls), "stall_s": 1.0} | openai}
+    generation = {"engine": "openai", "openai": {"urls": list(urls), "stall_s": 60.0} | openai}
     return Config.model_validate({"model": model.model_dump(), "generation": generation})
 
 

@@ -28,7 +28,7 @@ def draws(handler: Handler, number: int) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(180):
         while not condition():  # noqa: ASYNC110  another process counts
             await asyncio.sleep(0.001)
 
@@ -49,7 +49,7 @@ async def allow(server: StandIn, engine: OpenAiEngine, number: int) -> None:
 
 async def interrupted(engine: OpenAiEngine, task: asyncio.Task) -> PartialGroup:
     """What is left of the group, off the wire."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(180):
         await engine.interrupt()
         with pytest.raises(Interrupted) as caught:
             await task

@@ -45,7 +45,7 @@ def assert_spans_cover(completion: Completion) -> None:
 async def tokens_from(engine: TransformersEngine, count: int) -> None:
     """Until the engine has made `count` more tokens."""
     target = engine.num_tokens_generated + count
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(180):
         while engine.num_tokens_generated < target:  # noqa: ASYNC110  the engine counts in a thread of its own
             await asyncio.sleep(0.001)
 

@@ -7,6 +7,7 @@ import contextlib
 import sqlite3
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -200,17 +201,20 @@ async def test_what_rules_left_unscored_stays_so_and_what_does_not_apply_is_judg
 
 
 async def test_no_more_requests_are_under_way_than_the_settings_allow() -> None:
-    now, most = [], []
+    now, most, are_three = [], [], threading.Event()
 
     def slow(path: str, body: dict[str, Any], number: int) -> tuple[int, Any]:
         now.append(number)
         most.append(len(now))
+        if len(now) == 3:
+            are_three.set()
+        are_three.wait(60)  # the first wait for as many as may be under way, however slowly they come
         server.is_over.wait(0.02)
         now.remove(number)
         return says("5")
 
     with answering(slow) as server:
-        judge = judge_of(server, max_concurrency=3)
+        judge = judge_of(server, max_concurrency=3, timeout_s=120.0)
         await asyncio.gather(*(judge.rewards(rollout_of(*(f"{row}-{n}" for n in range(8)))) for row in range(2)))
         await judge.close()
     assert max(most) == 3

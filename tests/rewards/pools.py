@@ -56,6 +56,6 @@ async def rewards_of(pool: RewardPool, group: RolloutGroup) -> Sequence[float | 
 
 async def until_busy(pool: RewardPool) -> None:
     """Until no process waits for a call."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(180):
         while pool.num_idle:  # noqa: ASYNC110 - the pool has no event for it
             await asyncio.sleep(0.001)

@@ -16,7 +16,8 @@ from tests.weights.states import FAST, at, checksum
 
 
 async def follow(folder: Path, endpoints: Endpoints) -> None:
-    settings = FAST.model_copy(update={"tile_bytes": 16_384, "encoding": "delta"})
+    # Who polls seldom takes nobody for silent whom a busy machine keeps standing for a moment.
+    settings = FAST.model_copy(update={"tile_bytes": 16_384, "encoding": "delta", "poll_s": 2.0})
     async with SharedSubscriber(settings, resolve=at(endpoints), folder=folder) as subscriber:
         last = None
         while True:

@@ -12,7 +12,7 @@ import numpy as np
 from pipeline.config import WeightSettings
 from pipeline.weights import Endpoints, HostTensor, WeightKind, WeightPublisher, WeightState, WeightSubscriber
 
-DEADLINE_S = 30
+DEADLINE_S = 120
 FAST = WeightSettings(poll_s=0.1, tile_bytes=4096, credits=4)
 
 

@@ -18,7 +18,7 @@ NUM_VERSIONS = 1000
 SETTINGS = FAST.model_copy(update={"encoding": "delta", "tile_bytes": 16_384, "poll_s": 0.02})
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 async def test_every_state_of_a_thousand_is_the_trainers_to_the_last_bit() -> None:
     dice, served, refused, corrupt, patched = random.Random(7), 0, 0, 0, 0
     current: list[Endpoints] = []

@@ -26,6 +26,8 @@ from tests.weights.states import FAST, at, channel, make_state, next_within, sam
 from tests.weights.test_faults import Liar
 
 DELTA = FAST.model_copy(update={"encoding": "delta", "tile_bytes": 16_384})
+# Takes nobody for silent whom a busy machine keeps standing for a moment: what is asked for once is counted once.
+PATIENT = DELTA.model_copy(update={"poll_s": 2.0})
 
 
 async def followed(publisher: WeightPublisher, subscriber: WeightSubscriber, *versions: int) -> list[WeightState]:
@@ -49,7 +51,7 @@ async def test_only_what_changed_is_sent_and_arrives_bit_for_bit() -> None:
 
 
 async def test_the_publisher_counts_how_long_each_version_took_to_encode_and_to_send() -> None:
-    async with channel(DELTA) as (publisher, subscriber):
+    async with channel(PATIENT) as (publisher, subscriber):
         await followed(publisher, subscriber, *range(3))
         await until(lambda: publisher.stats.server.num_transfers == 3)  # the last word comes after the version
         stats = publisher.stats
@@ -59,7 +61,7 @@ async def test_the_publisher_counts_how_long_each_version_took_to_encode_and_to_
 
 
 async def test_a_receiver_that_is_behind_gets_one_set_for_all_that_it_missed() -> None:
-    async with channel(DELTA) as (publisher, subscriber):
+    async with channel(PATIENT) as (publisher, subscriber):
         await followed(publisher, subscriber, 0, 1)
         before = subscriber.stats.num_received_bytes
         for version in range(2, 6):
@@ -73,7 +75,7 @@ async def test_a_receiver_that_is_behind_gets_one_set_for_all_that_it_missed() -
 
 
 async def test_a_version_without_a_change_needs_no_parcel() -> None:
-    async with channel(DELTA) as (publisher, subscriber):
+    async with channel(PATIENT) as (publisher, subscriber):
         await followed(publisher, subscriber, 0, 1)
         publisher.publish(replace(drifted(1), weight_version=2))
         state = await next_within(subscriber, 1)
@@ -202,7 +204,7 @@ async def test_patches_that_lie_are_refused_and_never_served() -> None:
     async with WeightSubscriber(settings, resolve=at(endpoints)) as subscriber:
         assert same(await next_within(subscriber, None), drifted(0))
         waiting = asyncio.create_task(subscriber.next(0))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(180):
             while liar.num_answered < 2 * (len(tiles) + 6):  # noqa: ASYNC110  a peer sets no event
                 await asyncio.sleep(0.01)
         assert not waiting.done()

@@ -228,7 +228,7 @@ async def test_nonsense_harms_only_its_sender() -> None:
                 raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
             codes = [Header.parse(sockets[0].recv()).code for _ in range(3)]  # type: ignore[union-attr]
             assert codes == [ErrorCode.NO_SUCH_TILE, ErrorCode.GONE, ErrorCode.GONE]
-            assert publisher.stats.server.num_malformed == 7
+            await until(lambda: publisher.stats.server.num_malformed == 7)  # of two connections
             async with WeightSubscriber(FAST, resolve=at(endpoints)) as subscriber:
                 assert same(await next_within(subscriber, None), make_state(1))
     finally:

@@ -53,8 +53,9 @@ async def test_what_is_published_arrives_bit_for_bit_whole_and_as_changes() -> N
                 assert same(state, drifted(version))
                 last = version
             assert subscriber.stats.num_patched == 5
+            # What the process says of itself comes a moment later.
             await until(lambda: publisher.stats.num_versions == 6)
-            assert publisher.stats.server.num_bytes > subscriber.stats.num_received_bytes
+            await until(lambda: publisher.stats.server.num_bytes > subscriber.stats.num_received_bytes)
 
 
 async def test_the_trainer_may_change_its_tensors_at_once() -> None:
@@ -71,13 +72,18 @@ async def test_the_trainer_may_change_its_tensors_at_once() -> None:
 async def test_a_newer_version_overtakes_those_that_wait_and_memory_is_used_again() -> None:
     with PublisherProcess(FAST) as publisher:
         async with WeightSubscriber(FAST, resolve=at(publisher.start())) as subscriber:
-            for version in range(60):
+            child = child_of(psutil.Process())
+            child.suspend()
+            for version in range(4):  # as many as there are slots
+                publisher.publish(make_state(version, num_bytes=1_000_000))
+            child.resume()
+            for version in range(4, 60):
                 publisher.publish(make_state(version, num_bytes=1_000_000))
             state = await next_within(subscriber, 58)
             assert same(state, make_state(59, num_bytes=1_000_000))
             shared = [item for item in psutil.Process().memory_maps() if "rollstream-weights" in item.path]
             assert 1 <= len(shared) <= 4
-            await until(lambda: 1 <= publisher.stats.num_versions < 60)
+            await until(lambda: 1 <= publisher.stats.num_versions <= 57)
 
 
 async def test_versions_may_grow_and_shrink_and_be_empty() -> None:
@@ -174,13 +180,13 @@ import subprocess
 subprocess.run([*program("pipeline.cli"), "config", "show"], check=True, stdout=subprocess.DEVNULL)
 """
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=120, cwd=tmp_path, env=environ)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=280, cwd=tmp_path, env=environ)
 
 
 def gone(process: psutil.Process) -> bool:
     """Whether it ends, within the deadline."""
     try:
-        process.wait(30)
+        process.wait(120)
     except psutil.NoSuchProcess:
         return True
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
@@ -224,7 +230,7 @@ def test_a_version_that_nobody_would_take_is_refused_before_anything_starts(stor
 
 def test_the_process_needs_no_torch() -> None:
     code = "import sys, pipeline.weights.serving; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=280, cwd=ROOT)
 
 
 async def test_publishing_goes_on_while_a_receiver_reads_an_older_version() -> None:
@@ -265,7 +271,7 @@ async def test_closing_does_not_wait_for_a_version_that_a_frozen_process_never_t
     for version in range(4):
         publisher.publish(make_state(version))
     waiting = asyncio.create_task(asyncio.to_thread(publisher.publish, make_state(4)))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(25):  # less than a process may be silent
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(waiting), 0.1)
         await asyncio.to_thread(publisher.close)

@@ -109,7 +109,7 @@ async def test_a_publisher_that_is_always_faster_starves_no_reader_within_the_gr
                 return
             publisher.publish(state_of(version))
 
-    slow = settings_for(str(tmp_path), store_grace_s=1.0, max_mbit_per_s=32.0, encoding="snapshot")
+    slow = settings_for(str(tmp_path), store_grace_s=20.0, max_mbit_per_s=32.0, encoding="snapshot")
     with publishing(slow) as publisher:
         thread = threading.Thread(target=hammer, args=(publisher,))
         thread.start()
