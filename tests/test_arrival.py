@@ -34,7 +34,7 @@ async def test_a_server_that_takes_no_writes_is_waited_for_at_arrival(
         async with connect(RedisSettings(), server.url) as redis, connect(RedisSettings(), server.url) as other:
             await break_(other, how)
             entering = asyncio.create_task(arriving(server.url, run_name, state).enter(redis))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(180):
                 # Where the disk is full even a ping is refused; the others hear of it with the first write.
                 said = "Redis (MISCONF" if how == "disk full" else "Redis"
                 while not (state.waiting_for or "").startswith(said):  # noqa: ASYNC110 - a note sets no event
@@ -42,7 +42,7 @@ async def test_a_server_that_takes_no_writes_is_waited_for_at_arrival(
             done, _ = await asyncio.wait([entering], timeout=0.3)
             assert not done
             await mend(other, how)
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(180):
                 context = await entering
             assert context is not None
             assert context.run_id
@@ -60,7 +60,7 @@ async def test_a_worker_that_waits_at_arrival_can_be_told_to_end(how: str, run_n
             done, _ = await asyncio.wait([entering], timeout=0.3)
             assert not done
             state.drain()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(180):
                 assert await entering is None
             await mend(other, how)  # without a place for its snapshot it would not end
 

@@ -155,7 +155,7 @@ async def test_who_left_a_run_that_is_over_or_paused_is_not_replaced(redis: Redi
             return {GENERATOR: 0, SCORER: 0}
 
         watching = asyncio.create_task(Autoscaler(config, numbers, said.append).run(redis, keys, scaling))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(180):
             await until.wait()
         watching.cancel()
         await asyncio.wait([watching])
@@ -185,7 +185,7 @@ async def hurried(redis: Redis, keys: Keys, answers: Iterable[dict[str, int]]) -
         return answer or {}
 
     watching = asyncio.create_task(Autoscaler(config, numbers, said.append).run(redis, keys, Scaling(redis, keys)))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(180):
         await is_over.wait()
     watching.cancel()
     await asyncio.wait([watching])

@@ -321,7 +321,7 @@ def test_a_worker_that_is_told_to_end_before_it_listens_exits_with_0(tmp_path: P
     with fifo.open("w"):
         worker.send_signal(signal.SIGTERM)
     # Only now: a signal that comes just before the worker's read does not interrupt it.
-    assert worker.wait(timeout=60) == 0
+    assert worker.wait(timeout=180) == 0
 
 
 def test_a_worker_that_is_told_to_end_when_it_has_ended_keeps_its_exit_code(valkey_url: str, run_name: str) -> None:

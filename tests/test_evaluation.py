@@ -67,7 +67,7 @@ async def test_waiting_ends_when_what_is_missing_is_dead(redis: Redis, keys: Key
     assert await streams.dead_letter(dead, "no one can")
     evaluator.receive(make_scored(prompts[int(alive.group_id[-1])], [1.0]))
     await streams.drop([alive], DropReason.UNSCORED)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(180):
         await waiting
     (report,) = evaluator.take_reports()
     assert (report.num_groups, report.reward_mean) == (1, 1.0)

@@ -38,7 +38,7 @@ def rollstream(words: Sequence[str], directory: Path, redirection: str) -> subpr
         capture_output=True,
         text=True,
         check=False,
-        timeout=90,
+        timeout=280,
     )
 
 

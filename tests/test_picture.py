@@ -150,7 +150,7 @@ def watching(run_name: str, url: str, directory: Path, output: int) -> subproces
 
 
 def read_until(descriptor: int, words: str, *, times: int = 1) -> str:
-    text, deadline = "", time.monotonic() + 60
+    text, deadline = "", time.monotonic() + 180
     while text.count(words) < times:
         assert time.monotonic() < deadline, text
         if select.select([descriptor], [], [], 1.0)[0]:
@@ -170,7 +170,7 @@ async def test_a_terminal_gets_a_picture_until_ctrl_c(
         assert "\x1b[?1049h" in text, "it has the screen for itself"
         process.send_signal(signal.SIGINT)
         await asyncio.to_thread(read_until, ours, "stream    groups")
-        assert await asyncio.to_thread(process.wait, 60) == 0
+        assert await asyncio.to_thread(process.wait, 180) == 0
     finally:
         process.kill()
         process.wait()
@@ -188,7 +188,7 @@ async def test_a_pipe_gets_plain_text_until_ctrl_c(
         text = await asyncio.to_thread(read_until, read_end, "stream    groups", times=2)
         assert "\x1b" not in text
         process.send_signal(signal.SIGINT)
-        assert await asyncio.to_thread(process.wait, 60) == 0
+        assert await asyncio.to_thread(process.wait, 180) == 0
     finally:
         process.kill()
         process.wait()

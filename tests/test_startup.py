@@ -9,7 +9,7 @@ import sys
 
 def seen(code: str) -> list[int]:
     """What a fresh interpreter prints as JSON."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=280)
     numbers: list[int] = json.loads(done.stdout)
     return numbers
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks.trainer", "--json", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
 
 
 def test_layouts_put_as_many_tokens_through_the_model_as_is_said() -> None:

@@ -86,7 +86,7 @@ class Crew:
         for role in ("generator", "scorer"):
             for _ in range(self.roles[role] - len(self.of(role))):
                 self.add(role)
-        await self.run.until(lambda: last.code is not None, "the end of the last trainer", deadline_s=90.0)
+        await self.run.until(lambda: last.code is not None, "the end of the last trainer", deadline_s=300.0)
         await self.run.until(lambda: not any(map(self.of, self.roles)), "the end of everyone else")
         self.refill()
 

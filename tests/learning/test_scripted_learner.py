@@ -63,4 +63,4 @@ def test_nothing_of_it_imports_torch() -> None:
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )
 
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=280)

@@ -25,12 +25,13 @@ from pipeline.ranks.place import Place
 from pipeline.ranks.world import World
 from tests.integration.processes import forks
 
+STARTS_S = 400.0  # a process that imports torch on a busy machine
 TRAINER = {"learning_rate": 1e-5, "device": "cpu", "micro_batch_tokens": 64, "max_steps": 10}
 
 
 def config_of(model: Path, **sections: dict[str, Any]) -> Config:
     """Settings of a learner; those of a section are added to what the tests have there."""
-    trainer = TRAINER | {"collective_timeout_s": 100.0} | sections.pop("trainer", {})
+    trainer = TRAINER | {"collective_timeout_s": STARTS_S} | sections.pop("trainer", {})
     return Config.model_validate({"model": {"path": str(model)}, "trainer": trainer, **sections})
 
 
@@ -59,14 +60,14 @@ def two_ranks() -> Iterator[Pair]:
     other = forks().Process(target=_be_rank_1, args=(store.port,), daemon=True)
     with mock.patch.dict(os.environ, variables(0, store.port)):
         other.start()
-        world = World.join(Place(size=2), TrainerSettings.model_validate(TRAINER | {"collective_timeout_s": 100.0}))
+        world = World.join(Place(size=2), TrainerSettings.model_validate(TRAINER | {"collective_timeout_s": STARTS_S}))
     try:
         yield Pair(world=world, other=other)
     finally:
         if other.is_alive():
             with contextlib.suppress(RuntimeError):
                 world.tell(b"")
-            other.join(20)
+            other.join(60)
             other.kill()
         other.join()
         world.leave()

@@ -30,6 +30,7 @@ from tests.ranks.pairs import Pair, config_of, two_ranks, variables
 from tests.tiny import make_tiny_model
 
 __all__ = ["single_thread"]
+pytestmark = pytest.mark.timeout(600)
 
 GROUPS = random_groups(tiny_llama(), noise=0.2)
 BOTH = ("fsdp", "ddp")

@@ -25,7 +25,7 @@ async def claim_one(streams: Streams, stream: Stream = Stream.PROMPTS) -> Lease:
     return lease
 
 
-async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.0) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 180.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not await condition():  # noqa: ASYNC110 - what changes is in Redis and sets no event
             await asyncio.sleep(0.005)
