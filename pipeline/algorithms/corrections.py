@@ -8,7 +8,6 @@ stays in the denominator, which is fixed before the first forward pass.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from pipeline.algorithms.carriers import Correction, CorrectionFunction, CorrectionInputs
 from pipeline.algorithms.ratios import bounded_exp
@@ -20,6 +19,7 @@ from pipeline.algorithms.sequence_corrections import (
     sequence_mis,
     sequence_tis,
 )
+from pipeline.algorithms.weights import kept, truncated
 from pipeline.config import AlgorithmSettings
 
 
@@ -41,31 +41,21 @@ def tis(inputs: CorrectionInputs, settings: AlgorithmSettings) -> Correction:
     IMPALA, arXiv 1802.01561; for the mismatch of engines, Yao et al., "Your efficient RL framework
     secretly brings you off-policy RL training" (2025).
     """
-    ratios = bounded_exp(inputs.log_ratios)
-    is_truncated = ratios > settings.truncation
-    return Correction(
-        weights=ratios.clamp(max=settings.truncation), stats={"truncated_fraction": is_truncated.to(ratios.dtype)}
-    )
+    return truncated(inputs, inputs.log_ratios, settings)
 
 
 def mis(inputs: CorrectionInputs, settings: AlgorithmSettings) -> Correction:
     """w = rho where rho <= truncation, else 0. Source: Liu et al., "When speed kills stability:
     demystifying RL collapse from the training-inference mismatch" (2025)."""
     ratios = bounded_exp(inputs.log_ratios)
-    return _kept(ratios, ratios <= settings.truncation)
+    return kept(inputs, ratios, ratios <= settings.truncation)
 
 
 def icepop(inputs: CorrectionInputs, settings: AlgorithmSettings) -> Correction:
     """w = rho where band_low <= rho <= band_high, else 0: a token that the two disagree on says
     nothing, in whichever direction. Source: IcePop in Ring-1T, arXiv 2510.18855."""
     ratios = bounded_exp(inputs.log_ratios)
-    return _kept(ratios, (ratios >= settings.band_low) & (ratios <= settings.band_high))
-
-
-def _kept(weights: Tensor, is_kept: Tensor) -> Correction:
-    return Correction(
-        weights=torch.where(is_kept, weights, 0.0), stats={"masked_fraction": (~is_kept).to(weights.dtype)}
-    )
+    return kept(inputs, ratios, (ratios >= settings.band_low) & (ratios <= settings.band_high))
 
 
 CORRECTIONS: dict[str, CorrectionFunction] = {

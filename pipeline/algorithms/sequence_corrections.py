@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pipeline.algorithms.carriers import Correction, CorrectionInputs
 from pipeline.algorithms.ratios import bounded_exp, sequence_mean, sequence_sum
+from pipeline.algorithms.weights import kept, truncated
 from pipeline.config import AlgorithmSettings
 
 
@@ -19,13 +20,13 @@ def sequence_tis(inputs: CorrectionInputs, settings: AlgorithmSettings) -> Corre
     The exact weight of a completion, cut off. Source: Liu et al., "When speed kills stability:
     demystifying RL collapse from the training-inference mismatch" (2025).
     """
-    return _truncated(inputs, sequence_sum(inputs.log_ratios, inputs.mask), settings)
+    return truncated(inputs, sequence_sum(inputs.log_ratios, inputs.mask), settings)
 
 
 def sequence_mis(inputs: CorrectionInputs, settings: AlgorithmSettings) -> Correction:
     """w = prod_t rho_t where that is at most `truncation`, else 0. Source: as `sequence_tis`."""
     ratios = bounded_exp(sequence_sum(inputs.log_ratios, inputs.mask))
-    return _kept(inputs, ratios, ratios <= settings.truncation)
+    return kept(inputs, ratios, ratios <= settings.truncation)
 
 
 def geometric_tis(inputs: CorrectionInputs, settings: AlgorithmSettings) -> Correction:
@@ -33,7 +34,7 @@ def geometric_tis(inputs: CorrectionInputs, settings: AlgorithmSettings) -> Corr
 
     Biased. The ratio is that of GSPO, arXiv 2507.18071, as a weight.
     """
-    return _truncated(inputs, sequence_mean(inputs.log_ratios, inputs.mask), settings)
+    return truncated(inputs, sequence_mean(inputs.log_ratios, inputs.mask), settings)
 
 
 def geometric_mis(inputs: CorrectionInputs, settings: AlgorithmSettings) -> Correction:
@@ -43,7 +44,7 @@ def geometric_mis(inputs: CorrectionInputs, settings: AlgorithmSettings) -> Corr
     """
     ratios = bounded_exp(sequence_mean(inputs.log_ratios, inputs.mask))
     band = settings.geometric_band
-    return _kept(inputs, ratios, (ratios >= 1.0 / band) & (ratios <= band))
+    return kept(inputs, ratios, (ratios >= 1.0 / band) & (ratios <= band))
 
 
 def opsm(inputs: CorrectionInputs, settings: AlgorithmSettings) -> Correction:
@@ -54,7 +55,7 @@ def opsm(inputs: CorrectionInputs, settings: AlgorithmSettings) -> Correction:
     """
     divergence = -sequence_mean(inputs.log_ratios, inputs.mask)
     is_negative = sequence_sum(inputs.advantages, inputs.mask) < 0
-    return _kept(inputs, torch.ones_like(divergence), ~(is_negative & (divergence > settings.opsm_max)))
+    return kept(inputs, torch.ones_like(divergence), ~(is_negative & (divergence > settings.opsm_max)))
 
 
 def m2po(inputs: CorrectionInputs, settings: AlgorithmSettings) -> Correction:
@@ -65,7 +66,7 @@ def m2po(inputs: CorrectionInputs, settings: AlgorithmSettings) -> Correction:
     assert inputs.limit is not None, "the limit is found over the whole batch, before it is split"
     is_beyond = (inputs.advantages * inputs.log_ratios > 0) & (inputs.log_ratios.abs() > inputs.limit)
     weights = torch.ones_like(inputs.log_ratios)
-    return _kept(inputs, weights, ~is_beyond)
+    return kept(inputs, weights, ~is_beyond)
 
 
 def m2po_limit(log_ratios: Tensor, advantages: Tensor, settings: AlgorithmSettings) -> Tensor:
@@ -87,21 +88,3 @@ def m2po_limit(log_ratios: Tensor, advantages: Tensor, settings: AlgorithmSettin
         return squares.new_tensor(torch.inf)
     first_left = candidates[count] if count < len(candidates) else squares.new_zeros(())
     return (candidates[count - 1] + first_left) / 2
-
-
-def _truncated(inputs: CorrectionInputs, log_weights: Tensor, settings: AlgorithmSettings) -> Correction:
-    """log_weights: [B, 1]."""
-    ratios = bounded_exp(log_weights)
-    is_truncated = (ratios > settings.truncation).to(ratios.dtype)
-    return Correction(
-        weights=ratios.clamp(max=settings.truncation).expand_as(inputs.log_ratios),
-        stats={"truncated_fraction": is_truncated.expand_as(inputs.log_ratios)},
-    )
-
-
-def _kept(inputs: CorrectionInputs, weights: Tensor, is_kept: Tensor) -> Correction:
-    """weights, is_kept: [B, T] or [B, 1]."""
-    return Correction(
-        weights=torch.where(is_kept, weights, 0.0).expand_as(inputs.log_ratios),
-        stats={"masked_fraction": (~is_kept).to(weights.dtype).expand_as(inputs.log_ratios)},
-    )
