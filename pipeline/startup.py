@@ -8,6 +8,7 @@ the end a tenth.
 from __future__ import annotations
 
 import gc
+import sys
 
 _RARELY = 50_000
 _AS_USUAL = gc.get_threshold()
@@ -23,3 +24,17 @@ def settle() -> None:
     if gc.get_threshold()[0] == _RARELY:
         gc.freeze()
         gc.set_threshold(*_AS_USUAL)
+
+
+def import_structlog() -> None:
+    """Import it as if there were no rich, which it would load to draw tracebacks as no worker shows them.
+
+    That is a tenth of what a worker imports.
+    """
+    if sys.modules.keys() & {"rich", "structlog"}:
+        return
+    sys.modules["rich"] = None  # type: ignore[assignment]
+    try:
+        import structlog  # noqa: F401
+    finally:
+        del sys.modules["rich"]

@@ -43,14 +43,15 @@ def commands(group: click.Group, words: tuple[str, ...] = ()) -> list[tuple[str,
     return found
 
 
-def imported_by(*words: str) -> set[str]:
-    """Top-level modules that a command line has imported when it ends."""
-    code = (
+def imported_by(*words: str, code: int = 0) -> set[str]:
+    """Top-level modules that a command line has imported when it ends with this code."""
+    program = (
         "import sys\nfrom pipeline.cli import run\n"
         f"code = run({list(words)!r})\n"
         "print('MODULES', *{name.partition('.')[0] for name in sys.modules})\nsys.exit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
     return set(done.stdout.rpartition("MODULES ")[2].split())
 
 
@@ -61,6 +62,13 @@ def test_help_imports_nothing_heavy(words: tuple[str, ...]) -> None:
 
 def test_showing_settings_needs_no_torch() -> None:
     assert not imported_by("config", "show") & {"torch", "transformers", "zmq"}
+
+
+def test_a_worker_loads_nothing_that_draws(valkey_url: str, run_name: str) -> None:
+    settings = (f"run.name='{run_name}'", f"redis.url='{valkey_url}'", "scoring.rewards=[]")
+    found = imported_by("scorer", *(word for setting in settings for word in ("--set", setting)), code=2)
+    assert "structlog" in found
+    assert not found & {"rich", "pygments", "torch"}
 
 
 @pytest.mark.parametrize("words", commands(cli), ids=" ".join)

@@ -16,6 +16,7 @@ from typing import Literal
 
 import click
 
+from pipeline import startup
 from pipeline.cli.options import Sources, as_json, can_resume, takes_config
 from pipeline.cli.output import say_aside
 
@@ -30,6 +31,7 @@ def _worker(role: str, summary: str, *options: Option) -> click.Command:
 
         # Before the worker listens to signals, a signal finds nothing to drain.
         signal.signal(signal.SIGTERM, _leave)
+        startup.import_structlog()
         config = sources.load()
         if place_of(os.environ).leads or role != "trainer":
             config = with_server(config, sources.words)

@@ -10,7 +10,6 @@ import json
 import os
 from pathlib import Path
 
-import psutil
 from pydantic import SecretStr
 
 from pipeline.config import Config
@@ -37,6 +36,8 @@ def find_server(run_dir: Path) -> str | None:
         url, pid = str(stored["url"]), int(stored["pid"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    import psutil  # every worker imports this module, and few need that one
+
     return url if psutil.pid_exists(pid) else None
 
 
