@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,7 @@ import numpy.typing as npt
 from pipeline.errors import WeightError
 from pipeline.weights.delta import Method, Patch, make_patch
 from pipeline.weights.manifest import (
+    ALIGNMENT,
     Manifest,
     TensorEntry,
     check_names,
@@ -149,11 +149,12 @@ def _check_carrier(name: str, item: object) -> None:
 
 def write_content(state: WeightState, table: tuple[TensorEntry, ...], tiles: Sequence[memoryview]) -> None:
     """Lay the tensors over the tiles; what lies between them becomes zero."""
-    tile_bytes = len(tiles[0]) if tiles else 0
+    targets = [np.frombuffer(tile, dtype=np.uint8) for tile in tiles]
+    zeros = np.zeros(ALIGNMENT, dtype=np.uint8)
     position = 0
     for entry in table:
-        _fill(tiles, position, np.zeros(entry.offset - position, dtype=np.uint8), tile_bytes)
-        _fill(tiles, entry.offset, _flat(state.tensors[entry.name].data), tile_bytes)
+        _fill(targets, position, zeros[: entry.offset - position])
+        _fill(targets, entry.offset, _flat(state.tensors[entry.name].data))
         position = entry.offset + entry.num_bytes
 
 
@@ -164,16 +165,13 @@ def _flat(data: memoryview) -> npt.NDArray[np.uint8]:
     return np.frombuffer(data, dtype=np.uint8)
 
 
-def _fill(tiles: Sequence[memoryview], offset: int, source: npt.NDArray[np.uint8], tile_bytes: int) -> None:
+def _fill(tiles: Sequence[npt.NDArray[np.uint8]], offset: int, source: npt.NDArray[np.uint8]) -> None:
     """Lay `source` over the tiles from `offset` on. numpy copies without the GIL."""
-    if not len(source):
-        return
-    end = offset + len(source)
-    cuts = [offset, *range((offset // tile_bytes + 1) * tile_bytes, end, tile_bytes), end]
-    for start, stop in pairwise(sorted(set(cuts))):
-        index, within = divmod(start, tile_bytes)
-        target = np.frombuffer(tiles[index], dtype=np.uint8)
-        np.copyto(target[within : within + stop - start], source[start - offset : stop - offset])
+    while len(source):
+        index, within = divmod(offset, len(tiles[0]))
+        target = tiles[index][within : within + len(source)]
+        target[:] = source[: len(target)]
+        source, offset = source[len(target) :], offset + len(target)
 
 
 def decode(manifest: Manifest, buffer: memoryview) -> WeightState:

@@ -105,11 +105,16 @@ def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[tuple[
     """
     table, end = [], 0
     for name, dtype, shape in tensors:
-        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        offset = _aligned(end)
         num_bytes = _tensor_bytes(name, dtype, shape)
         table.append(TensorEntry(name=name, dtype=dtype, shape=shape, offset=offset, num_bytes=num_bytes))
         end = offset + num_bytes
     return tuple(table), end
+
+
+def _aligned(end: int) -> int:
+    """Where the tensor behind one that ends there begins."""
+    return -(-end // ALIGNMENT) * ALIGNMENT
 
 
 def _tensor_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
@@ -207,9 +212,14 @@ def _check(manifest: Manifest, max_model_bytes: int) -> None:
     if len(manifest.tile_hashes) != manifest.num_tiles * HASH_BYTES:
         raise WeightError(f"{len(manifest.tile_hashes)} bytes of hashes for {manifest.num_tiles} tiles")
     check_names(item.name for item in manifest.tensors)
-    expected = lay_out((item.name, item.dtype, item.shape) for item in manifest.tensors)
-    if expected != (manifest.tensors, manifest.num_bytes):
-        raise WeightError("the manifest's tensors overlap, leave holes or reach behind the end")
+    end = 0
+    for item in manifest.tensors:
+        size = _tensor_bytes(item.name, item.dtype, item.shape)
+        if (item.offset, item.num_bytes) != (_aligned(end), size):
+            raise WeightError("the manifest's tensors overlap or leave holes, or have a size that is not theirs")
+        end = item.offset + size
+    if end != manifest.num_bytes:
+        raise WeightError("the manifest's tensors do not end where its content does")
 
 
 def check_names(names: Iterable[object]) -> None:
