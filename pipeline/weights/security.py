@@ -164,7 +164,10 @@ def doubt(settings: WeightSettings, endpoints: Endpoints, *, is_foreign: bool, i
     if settings.shared_key_file or is_foreign:
         reasons.append("weights.shared_key_file is not the same on both sides")
     if urlsplit(endpoints.tiles).hostname in LOOPBACK and not is_other:
-        reasons.append("that address is of this machine alone: where the trainer is on another, set weights.host there")
+        reasons.append(
+            "the publisher has ended; or it is on another machine, where weights.host has to be set, since that address "
+            "is of this machine alone"
+        )
     return "; ".join(reasons)
 
 
