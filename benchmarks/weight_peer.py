@@ -21,7 +21,7 @@ import numpy as np
 from pipeline.config import WeightSettings
 from pipeline.weights import Endpoints, WeightState, WeightSubscriber
 from pipeline.weights.address_watch import Resolve
-from pipeline.weights.channel import Subscriber
+from pipeline.weights.receiver import Subscriber
 from pipeline.weights.relay import Relay, resolve_in_tree
 from pipeline.weights.sharing import SharedSubscriber
 

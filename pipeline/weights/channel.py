@@ -12,12 +12,11 @@ from pipeline.weights.address_watch import Resolve
 from pipeline.weights.meeting import remove_abandoned
 from pipeline.weights.process import PublisherProcess, has_shared_memory
 from pipeline.weights.publisher import PublisherStats, WeightPublisher
-from pipeline.weights.receiver import create_receiver
+from pipeline.weights.receiver import Subscriber, create_receiver
 from pipeline.weights.relay import Relay
 from pipeline.weights.sharing import SharedSubscriber
 from pipeline.weights.state import Endpoints, WeightState
 from pipeline.weights.store.publisher import StorePublisher
-from pipeline.weights.subscriber_stats import SubscriberStats
 
 _WORTH_A_PROCESS = 16 * 1024 * 1024  # bytes of a version: less is hashed before another process has woken up
 
@@ -40,24 +39,6 @@ class Publisher(Protocol):
     @property
     def stats(self) -> PublisherStats:
         """Figures since the start."""
-
-    def close(self) -> None:
-        """End. Safe to call twice."""
-
-
-class Subscriber(Protocol):
-    """A generator's end."""
-
-    async def next(self, newer_than: int | None) -> WeightState:
-        """The newest version above `newer_than` (None: any), verified. Waits as long as it must."""
-
-    @property
-    def is_receiving(self) -> bool:
-        """Whether this process receives by itself, and not another one of this machine for it."""
-
-    @property
-    def stats(self) -> SubscriberStats:
-        """A copy of the figures."""
 
     def close(self) -> None:
         """End. Safe to call twice."""

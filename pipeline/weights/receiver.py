@@ -23,21 +23,15 @@ from pipeline.weights.transfer import Content
 log = get_logger()
 
 
-class Receiver(Protocol):
-    """A subscriber that also gives what it has received as it lies in memory."""
+class Subscriber(Protocol):
+    """A generator's end of the channel."""
 
     async def next(self, newer_than: int | None) -> WeightState:
         """The newest version above `newer_than` (None: any), verified. Waits as long as it must."""
 
-    async def next_content(self, newer_than: int | None) -> Content:
-        """The same as it lies in memory."""
-
-    def start_from(self, content: Content) -> None:
-        """Patches may start from a version that came another way."""
-
     @property
     def is_receiving(self) -> bool:
-        """Whether this process receives by itself."""
+        """Whether this process receives by itself, and not another one of this machine for it."""
 
     @property
     def stats(self) -> SubscriberStats:
@@ -45,6 +39,16 @@ class Receiver(Protocol):
 
     def close(self) -> None:
         """End. Safe to call twice."""
+
+
+class Receiver(Subscriber, Protocol):
+    """A subscriber that also gives what it has received as it lies in memory."""
+
+    async def next_content(self, newer_than: int | None) -> Content:
+        """The same as it lies in memory."""
+
+    def start_from(self, content: Content) -> None:
+        """Patches may start from a version that came another way."""
 
 
 def create_receiver(

@@ -165,7 +165,7 @@ def doubt(settings: WeightSettings, endpoints: Endpoints, *, is_foreign: bool, i
         reasons.append("weights.shared_key_file is not the same on both sides")
     if urlsplit(endpoints.tiles).hostname in LOOPBACK and not is_other:
         reasons.append(
-            "the publisher has ended; or it is on another machine, where weights.host has to be set, since that address "
+            "the publisher has ended; or it is on another machine, where weights.host has to be set: that address "
             "is of this machine alone"
         )
     return "; ".join(reasons)

@@ -131,7 +131,13 @@ async def silence(subscriber: WeightSubscriber) -> dict[str, Any]:
     return next(entry for entry in logs if entry["event"] == "weight_publisher_silent")
 
 
-@pytest.mark.parametrize(("host", "doubted"), [("127.0.0.1", "the publisher has ended; or it is on another machine, where weights.host has to be set"), ("192.0.2.7", None)])
+@pytest.mark.parametrize(
+    ("host", "doubted"),
+    [
+        ("127.0.0.1", "the publisher has ended; or it is on another machine"),
+        ("192.0.2.7", None),
+    ],
+)
 async def test_a_silent_publisher_is_named_with_what_its_address_says_and_brings_no_key_into_doubt(
     host: str, doubted: str | None
 ) -> None:
