@@ -6,16 +6,17 @@ One Valkey server serves the whole session, on a unix socket; each test has a ru
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import signal
-import sys
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hypothesis
 import pytest
@@ -57,11 +58,16 @@ def pytest_configure(config: pytest.Config) -> None:
     startup.begin()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Test modules are imported, and with them torch: models as small as theirs only lose by sharing their work out."""
+    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
+        return (yield)
+
+
 def pytest_collection_finish() -> None:
-    """All test modules have been imported. Models as small as theirs only lose by sharing their work out."""
+    """All test modules have been imported."""
     startup.settle()
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from benchmarks import trainer
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.trainer", "--json", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    """As a command does it, here, where torch is imported."""
+    monkeypatch.setattr(sys, "argv", ["trainer", "--json", *words])
+    trainer.main()
 
 
-def test_layouts_put_as_many_tokens_through_the_model_as_is_said() -> None:
-    done = run("--hidden", "128", "--layers", "1", "--length", "32", "--rounds", "1", "--memory-tokens", "0")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
+def test_layouts_put_as_many_tokens_through_the_model_as_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, "--hidden", "128", "--layers", "1", "--length", "32", "--rounds", "1", "--memory-tokens", "0")
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["benchmark"] == "trainer"
     assert report["machine"]["cores"] >= 1
     found = report["results"]
@@ -32,7 +32,9 @@ def test_layouts_put_as_many_tokens_through_the_model_as_is_said() -> None:
 
 
 @pytest.mark.parametrize("words", [("--hidden", "100"), ("--rounds", "0")])
-def test_sizes_that_make_no_sense_are_refused(words: tuple[str, str]) -> None:
-    done = run(*words)
-    assert done.returncode == 2
-    assert words[0] in done.stderr
+def test_sizes_that_make_no_sense_are_refused(
+    words: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, *words)
+    assert words[0] in capsys.readouterr().err

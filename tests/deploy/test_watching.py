@@ -16,8 +16,6 @@ from pathlib import Path
 import pytest
 
 from deploy.grafana.answers import Window
-from deploy.grafana.render import main as render
-from deploy.grafana.render import panels_of, picture, save
 from pipeline.streams import Entry
 from tests.answering import Answering, answering
 from tests.deploy.boards import DASHBOARDS as BOARDS
@@ -212,6 +210,8 @@ async def asked_without_error(run: Run, prometheus: Prometheus) -> None:
 
 def draw_boards(url: str, run_name: str, directory: Path, since: float) -> None:
     """Two boards, which have every kind of panel, are drawn from the recorded run."""
+    from deploy.grafana.render import panels_of, picture, save
+
     now = time.time()
     window = Window(url=url, run=run_name, start=since, end=now, rate_s=10)
     drawn = {}
@@ -231,6 +231,8 @@ def draw_boards(url: str, run_name: str, directory: Path, since: float) -> None:
 
 
 def test_a_picture_needs_a_prometheus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from deploy.grafana.render import main as render
+
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
     assert render(["--run", "r", "--url", url, "--out", str(tmp_path / "none.png")]) == 3

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from pipeline.errors import ConfigError
 from pipeline.policy.compiling import compile_layers, require_compiler
@@ -23,6 +22,8 @@ def fresh_graphs() -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch's own tracing
 def test_compiled_layers_are_compiled_once_for_rows_of_any_length() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     compiled, plain = with_adapter(tiny_llama(1)), with_adapter(tiny_llama(1))
     backend = CompileCounterWithBackend("eager")
     compile_layers(compiled, backend=backend)
