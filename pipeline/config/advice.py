@@ -9,12 +9,13 @@ from __future__ import annotations
 from pipeline.config.algorithm import AlgorithmSettings
 from pipeline.config.generation import GenerationSettings
 from pipeline.config.learning import StalenessSettings
+from pipeline.config.unread import unread
 
 
 def advice(algorithm: AlgorithmSettings, generation: GenerationSettings, staleness: StalenessSettings) -> list[str]:
     """What to think over in these settings."""
     resolved = algorithm.resolved
-    found = []
+    found = unread(algorithm)
     if (generation.top_p < 1.0 or generation.top_k > 0) and not generation.replay_sampling_mask:
         found.append(
             "generation.replay_sampling_mask = false with top_p or top_k: importance ratios are off by the probability "

@@ -141,6 +141,23 @@ TRUNCATED = GenerationSettings(top_p=0.9, replay_sampling_mask=False)
         ({}, GenerationSettings(group_size=1), 2, "nothing would be learnt"),
         ({"preset": "reinforce_pp"}, GenerationSettings(group_size=1), 2, None),
         ({"correction": "none", "proximal": "recomputed"}, GenerationSettings(), 2, "as if they were new"),
+        (
+            {"clip_high": 0.3},
+            GenerationSettings(),
+            2,
+            "clip_high = 0.3 does nothing with algorithm.proximal = 'recomputed'",
+        ),
+        ({"clip_high": 0.3, "preset": "dapo"}, GenerationSettings(), 2, None),
+        ({"clip_high": 0.3, "preset": "decoupled_ppo"}, GenerationSettings(), 2, None),
+        (
+            {"dual_clip": 3.0, "preset": "gspo"},
+            GenerationSettings(),
+            2,
+            "with algorithm.loss = 'gspo'; set loss to 'ppo",
+        ),
+        ({"truncation": 3.0, "correction": "icepop"}, GenerationSettings(), 2, "set correction to 'tis' or 'mis'"),
+        ({"overlong_penalty": 0.5}, GenerationSettings(), 2, "overlong = false; set overlong to true"),
+        ({"overlong_penalty": 0.5, "preset": "dapo"}, GenerationSettings(), 2, None),
     ],
 )
 def test_choices_that_are_known_to_fail_are_said_with_the_way_out(
