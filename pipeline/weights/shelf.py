@@ -118,24 +118,20 @@ class Shelf:
     def start_patching(self, base: int, root: bytes) -> tuple[WeightObject, PatchSet] | None:
         """The newest object and what turns that base into it; None where a snapshot is the better way."""
         with self._lock:
-            newest = self._objects.get(self._newest_version())
-            if newest is None or newest.manifest.weight_version <= base:
-                return None
-            chain, at = [], root
-            while at != newest.manifest.root:
-                if at not in self._steps:
-                    return None
-                chain.append(self._steps[at])
-                at = chain[-1].table.root
-            if chain[0].table.base_version != base:
-                return None
-            if len(chain) == 1:
-                return newest, chain[0]
-            if not all(step.is_complete for step in chain):
-                return None
-            if root not in self._folded:
-                self._folded[root] = fold(chain, newest.manifest)
-            return newest, self._folded[root]
+            newest, chain = self._objects.get(self._newest_version()), self._chain(base, root)
+            folded = self._folded.get(root)
+        if newest is None or not chain:
+            return None
+        if len(chain) == 1:
+            return newest, chain[0]
+        if folded is None:
+            # Of a large model it takes seconds, for which nobody who publishes is to wait.
+            folded = fold(chain, newest.manifest)
+        with self._lock:
+            if self._objects.get(self._newest_version()) is not newest:
+                return None  # overtaken: what is folded next might be as well, and a snapshot ends that
+            self._folded[root] = folded
+        return newest, folded
 
     def find_patches(self, identity: bytes) -> PatchSet | None:
         """The set with that table; None where it is gone."""
@@ -174,6 +170,23 @@ class Shelf:
     def num_receivers(self) -> int:
         """Transfers under way."""
         return len(self._pins)
+
+    def _chain(self, base: int, root: bytes) -> list[PatchSet]:
+        """The steps from that base to the newest version; none where they do not reach, or cannot be folded yet."""
+        newest = self._objects.get(self._newest_version())
+        if newest is None or newest.manifest.weight_version <= base:
+            return []
+        chain: list[PatchSet] = []
+        at = root
+        while at != newest.manifest.root:
+            if at not in self._steps:
+                return []
+            chain.append(self._steps[at])
+            at = chain[-1].table.root
+        if not chain or chain[0].table.base_version != base:
+            return []  # whoever asks may name any version and any root
+        can_be_folded = len(chain) == 1 or all(step.is_complete for step in chain)
+        return chain if can_be_folded else []
 
     def _newest_version(self) -> int:
         return next(reversed(self._objects), NOTHING)
