@@ -92,7 +92,13 @@ async def rests(context: WorkerContext) -> None:
 
 BODIES = (idle, holds_a_lease, stubborn, stuck, hashes, crashes, misreads, ends, trains, rests)
 
+
+def main(words: list[str]) -> int:
+    """Exit code of a worker: the name of its body, then settings."""
+    name, *settings = words
+    config = load_config([], environ={}, overrides=[word for word in settings if word != "--set"])
+    return run_worker("scorer", config, {body.__name__: body for body in BODIES}[name])
+
+
 if __name__ == "__main__":
-    name, *words = sys.argv[1:]
-    config = load_config([], environ={}, overrides=[word for word in words if word != "--set"])
-    sys.exit(run_worker("scorer", config, {body.__name__: body for body in BODIES}[name]))
+    sys.exit(main(sys.argv[1:]))

@@ -22,10 +22,14 @@ from pipeline.embedded import EmbeddedServer
 from pipeline.fleet import Fleet
 from pipeline.keys import Keys, Stream
 from pipeline.streams import Entry, Streams
+from tests import sample_worker
+from tests.integration.processes import start_process
 
 DEADLINE_S = 120.0
 QUICK = ("worker.heartbeat_s=0.2", "worker.log_format='json'")
 NOWHERE = "redis://127.0.0.1:1"
+# Those that are about what an interpreter has loaded, and about how it ends.
+BY_INTERPRETER = {"ends", "stubborn", "stuck", "crashes"}
 
 
 class Process:
@@ -34,7 +38,7 @@ class Process:
     def __init__(self, log: Path, words: list[str], environ: dict[str, str] | None = None) -> None:
         self._log = log
         with log.open("wb") as output:
-            self.process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -65,16 +69,43 @@ class Process:
         return self.events(event)[0]
 
     async def exit_code(self, *, deadline_s: float = DEADLINE_S) -> int:
-        await self.until(lambda: self.process.poll() is not None, deadline_s=deadline_s)
-        return int(self.process.returncode)
+        await self.until(lambda: self.code is not None, deadline_s=deadline_s)
+        assert self.code is not None
+        return self.code
+
+    @property
+    def code(self) -> int | None:
+        return self._process.poll()
 
     def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+        self._process.send_signal(number)
 
     def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
+        if self.code is None:
+            self._process.kill()
+        self._process.wait()
+
+
+class Fork(Process):
+    """The same without the start of an interpreter."""
+
+    def __init__(self, log: Path, words: list[str]) -> None:
+        self._worker = start_process(words, log, program=sample_worker.main)
+
+    @property
+    def output(self) -> str:
+        return self._worker.output
+
+    @property
+    def code(self) -> int | None:
+        return self._worker.code
+
+    def signal(self, number: signal.Signals) -> None:
+        self._worker.signal(number)
+
+    def end(self) -> None:
+        if self.code is None:
+            self._worker.kill()
 
 
 Start = Callable[..., Process]
@@ -92,8 +123,9 @@ def start(valkey_url: str, run_name: str, tmp_path: Path) -> Iterator[Start]:
             "worker.heartbeat_s=0.2",
             "worker.log_format='json'",
         ]
-        words = ["-m", "tests.sample_worker", body, *settings, *overrides]
-        started.append(Process(tmp_path / f"worker-{len(started)}.log", words))
+        log, words = tmp_path / f"worker-{len(started)}.log", [body, *settings, *overrides]
+        is_whole = body in BY_INTERPRETER
+        started.append(Process(log, ["-m", "tests.sample_worker", *words]) if is_whole else Fork(log, words))
         return started[-1]
 
     yield begin

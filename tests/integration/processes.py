@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -99,17 +99,31 @@ class Worker:
         self.process.join()
 
 
-def start_process(words: Sequence[str], log: Path, *, may_fail: bool = False, skew_s: float = 0.0) -> Worker:
+def rollstream(words: list[str]) -> int:
+    """The command, in this process. Returns its exit code."""
+    from pipeline.cli import run
+
+    return run(words)
+
+
+def start_process(
+    words: Sequence[str],
+    log: Path,
+    *,
+    may_fail: bool = False,
+    skew_s: float = 0.0,
+    program: Callable[[list[str]], int] = rollstream,
+) -> Worker:
     """Run `rollstream WORDS`, the first of which is a role or another command, with its output in `log`.
 
-    skew_s: how far its clock is ahead of everyone else's.
+    skew_s: how far its clock is ahead of everyone else's. program: to be run instead of the command, from a module.
     """
-    process = forks().Process(target=_be, args=([*words], log, skew_s), daemon=True)
+    process = forks().Process(target=_be, args=(program, [*words], log, skew_s), daemon=True)
     process.start()
     return Worker(words[0], process, log, may_fail)
 
 
-def _be(words: list[str], log: Path, skew_s: float) -> None:
+def _be(program: Callable[[list[str]], int], words: list[str], log: Path, skew_s: float) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for descriptor in (sys.stdout.fileno(), sys.stderr.fileno()):
         os.dup2(output, descriptor)
@@ -119,9 +133,7 @@ def _be(words: list[str], log: Path, skew_s: float) -> None:
         _skew_clock(skew_s)
     multiprocessing.current_process().daemon = False  # a worker may have processes of its own
     os.environ["ROLLSTREAM_PARENT_PID"] = str(os.getppid())
-    from pipeline.cli import run
-
-    sys.exit(run(words))
+    sys.exit(program(words))
 
 
 def _skew_clock(seconds: float) -> None:
