@@ -20,7 +20,7 @@ from pipeline.weights.sealed import digest
 
 _NUM_LOCAL = 8
 _NUM_RELAYED = 8
-_LARGE_TILE_BYTES = 4 << 20
+_SMALL_TILE_BYTES = 1 << 20
 _SNAPSHOT = WeightSettings(encoding="snapshot", share_on_host=False)
 _DELTA = WeightSettings(encoding="delta")
 
@@ -37,15 +37,15 @@ def measure(scale: Scale) -> dict[str, object]:
 
 def _against_bare_socket(model: Model, rounds: int) -> Mapping[str, float]:
     """A snapshot, from the request for its manifest to its last proved tile, and the same bytes from a bare socket."""
-    large = _SNAPSHOT.model_copy(update={"tile_bytes": _LARGE_TILE_BYTES})
+    small = _SNAPSHOT.model_copy(update={"tile_bytes": _SMALL_TILE_BYTES})
     with ExitStack() as stack:
         ends = []
-        for settings in (_SNAPSHOT, large):
+        for settings in (_SNAPSHOT, small):
             trainer = stack.enter_context(Trainer(model, settings))
             trainer.publish()
             ends.append((trainer, stack.enter_context(Receiver(settings, trainer.endpoints))))
         host, port = stack.enter_context(bare_sender(model.num_bytes))
-        (trainer, receiver), (_, receiver_of_large) = ends
+        (trainer, receiver), (_, receiver_of_small) = ends
         rows = []
         for _ in range(rounds + 1):
             sender_s = time.process_time()  # of this process, which sends meanwhile and does nothing else
@@ -54,7 +54,7 @@ def _against_bare_socket(model: Model, rounds: int) -> Mapping[str, float]:
             ours = receiver.ask("next", above=None)
             row = {"raw": _took_s(raw), "ours": _took_s(ours), "raw_processor": raw["cpu_s"] + sender_s}
             row["processor"] = ours["cpu_s"] + _busy_s(trainer) - server_s
-            row["large_tiles"] = _took_s(receiver_of_large.ask("next", above=None))
+            row["small_tiles"] = _took_s(receiver_of_small.ask("next", above=None))
             rows.append({**row, "prove": _prove_s(model.num_bytes)})
     rows = rows[1:]
     pairs = [row["raw"] / row["ours"] for row in rows]
@@ -62,8 +62,8 @@ def _against_bare_socket(model: Model, rounds: int) -> Mapping[str, float]:
         "snapshot_vs_raw_socket": round(statistics.median(pairs), 3),
         "snapshot_vs_raw_socket_worst": round(min(pairs), 3),
         "snapshot_vs_raw_socket_fastest": round(min(row["raw"] for row in rows) / min(row["ours"] for row in rows), 3),
-        "snapshot_vs_raw_socket_large_tiles": round(
-            statistics.median(row["raw"] / row["large_tiles"] for row in rows), 3
+        "snapshot_vs_raw_socket_small_tiles": round(
+            statistics.median(row["raw"] / row["small_tiles"] for row in rows), 3
         ),
         "raw_socket_gb_per_s": round(model.num_bytes / 1e9 / statistics.median(row["raw"] for row in rows), 2),
         **{f"snapshot_{name}_s": round(statistics.median(row[name] for row in rows), 4) for name in rows[0]},
