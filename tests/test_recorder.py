@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -110,23 +111,30 @@ def test_what_is_no_record_of_a_step_is_set_aside_as_it_is_and_ends_nothing(odd:
     assert recorder(tmp_path).rewind(2) == 0
 
 
-@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"x"', "[]", "{}", "null", "true", "9" * 400])
+ODD_VALUES = ("NaN", "-Infinity", "1e999", '"x"', "[]", "{}", "null", "true", '""', "9" * 400)
+
+
+@pytest.mark.parametrize("values", [ODD_VALUES, ODD_VALUES[::-1]], ids=["forwards", "backwards"])
 @pytest.mark.parametrize("name", ["weight_version", "eval_weight_version", "reward_mean", "time"])
-def test_a_record_with_an_odd_value_can_be_kept_moved_and_set_aside(name: str, value: str, tmp_path: Path) -> None:
+def test_records_with_odd_values_can_be_kept_moved_and_set_aside(
+    name: str, values: Sequence[str], tmp_path: Path
+) -> None:
+    """One a step; those that the one order sets aside are kept in the other."""
     run_dir = tmp_path / "run"
     records = recorder(run_dir)
-    for step in (1, 2, 3):
+    for step, value in enumerate(values, start=1):
         records.metrics(step, {"reward_mean": 0.1, "weight_version": step})
         with (run_dir / "metrics.jsonl").open("a") as file:
             file.write(f'{{"step": {step}, "eval_weight_version": 1, "{name}": {value}}}\n')
-    records.rewind(2)
-    assert [row["step"] for row in read_metrics(run_dir)] == [1, 2]
+    middle = len(values) // 2
+    records.rewind(middle)
+    assert [row["step"] for row in read_metrics(run_dir)] == list(range(1, middle + 1))
     for row in read_metrics(run_dir):
         json.dumps(row, allow_nan=False)
     plot_curve(run_dir, run_dir / "curve.png")
     record = read_record(run_dir)
     assert record is not None
-    assert (record.step, as_status(record).step) == (2, 2)
+    assert (record.step, as_status(record).step) == (middle, middle)
 
 
 def test_samples_with_odd_numbers_among_them_are_read_all_the_same(tmp_path: Path) -> None:
