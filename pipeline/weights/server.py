@@ -26,6 +26,7 @@ ANNOUNCE, LOOK_AGAIN = b"a", b""  # into the inbox: a new version, or new pieces
 # Not those without detail: so ends also a peer that goes away in the middle of its handshake.
 _FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _TURN = 64  # requests served before announcements get a look in
+_MAX_WAITING = 65_536  # requests for what has not come: 256 that may be under way of each of 256 receivers
 _MAX_BEGUN = 4096  # receivers that are remembered; the oldest of more have gone without a word
 
 
@@ -37,7 +38,8 @@ class ServerStats:
     num_transfers: versions that a receiver has got whole, transfer_s of it from the first answer to its
     last word. num_gone: asked for, no longer held. num_malformed: messages that are none. num_unsigned: of
     these, such as lack only the signature. num_undelivered: answers whose receiver has gone or does not
-    read. num_turned_away: connections that ended in the handshake, for want of the right key or of ZeroMQ.
+    read, and requests that waited and were given up. num_turned_away: connections that ended in the
+    handshake, for want of the right key or of ZeroMQ.
     """
 
     num_tiles: int = 0
@@ -152,7 +154,7 @@ class TileServer:
 
     def _serve(self, peer: bytes, request: Header) -> None:
         if self.session == NO_SESSION:
-            self._waiting[_wish(peer, request)] = request
+            self._wait(peer, request)
             return
         match request.kind:
             case Kind.GET_MANIFEST:
@@ -223,12 +225,18 @@ class TileServer:
     def _awaited(self, pieces: Sequence[_Piece | None], peer: bytes, request: Header) -> _Piece | None:
         """The piece that is asked for; None where the request has to wait for it."""
         # Who brings pieces looks for waiting requests after each: this one must be seen before the last look.
-        wish = _wish(peer, request)
-        self._waiting[wish] = request
+        self._wait(peer, request)
         piece = pieces[request.index]
         if piece is not None:
-            del self._waiting[wish]
+            del self._waiting[_wish(peer, request)]
         return piece
+
+    def _wait(self, peer: bytes, request: Header) -> None:
+        """Answer it later. Of too many the earliest is given up: who has sent it will ask again."""
+        self._waiting[_wish(peer, request)] = request
+        if len(self._waiting) > _MAX_WAITING:
+            del self._waiting[next(iter(self._waiting))]
+            self.stats.num_undelivered += 1
 
     @property
     def has_waiting(self) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import zmq.asyncio
 
 from pipeline.config import Config, WeightSettings
-from pipeline.weights import Endpoints, WeightPublisher, WeightState, WeightSubscriber
+from pipeline.weights import Endpoints, WeightPublisher, WeightState, WeightSubscriber, server
 from pipeline.weights.protocol import Header, Kind
 from pipeline.weights.relay import Relay, resolve_in_tree
 from pipeline.weights.subscriber_stats import Phase
@@ -146,6 +146,23 @@ async def test_what_waits_for_a_relay_is_answered_once_however_often_it_was_aske
     async with asyncio.timeout(180):
         answers = [Header.parse(await dealer.recv()) for _ in (3, 4)]
     assert [answer.request for answer in answers if answer is not None] == [3, 4]
+    dealer.close(linger=0)
+    context.term()
+    relay.close()
+
+
+async def test_requests_that_wait_for_a_relay_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_MAX_WAITING", 10)
+    relay, context = Relay(SETTINGS), zmq.asyncio.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(relay.start().tiles)
+    for number in range(50):
+        await dealer.send(Header(kind=Kind.GET_TILE, request=number, version=1, index=number).pack())
+    await until(lambda: relay.stats.server.num_undelivered == 40)
+    relay.speak_for(b"\xab" * 16)
+    async with asyncio.timeout(30):
+        answers = [Header.parse(await dealer.recv()) for _ in range(10)]
+    assert [answer.request for answer in answers if answer is not None] == [*range(40, 50)]
     dealer.close(linger=0)
     context.term()
     relay.close()
