@@ -86,7 +86,8 @@ async def test_groups_of_killed_and_stalled_workers_are_taken_over_and_trained_o
 async def test_streams_stay_within_admission_while_the_trainer_stands_still(
     tmp_path: Path, valkey_url: str, run_name: str
 ) -> None:
-    async with running(tmp_path, valkey_url, run_name, *SCRIPTED, "trainer.scripted_step_s=0.2") as run:
+    settings = ("trainer.scripted_step_s=0.2", "trainer.max_steps=20")
+    async with running(tmp_path, valkey_url, run_name, *SCRIPTED, *settings) as run:
         trainer = run.start_all(generators=2)
         generators = run.workers[:2]
         await run.until_steps(1)
@@ -104,8 +105,8 @@ async def test_streams_stay_within_admission_while_the_trainer_stands_still(
         assert 0 < live <= run.config.admission_limit
         trainer.signal(signal.SIGCONT)
         await run.until_over()
-        assert (await run.ledger()).trained == 40
-        each_once(run, 40)
+        assert (await run.ledger()).trained == 80
+        each_once(run, 80)
 
 
 async def lock_is_gone(run: Run) -> bool:
