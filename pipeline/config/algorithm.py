@@ -65,8 +65,8 @@ class AlgorithmSettings(Section):
     dual_clip: Factor = Field(
         0.0, description="ppo_clip: with a negative advantage the ratio counts at most this, 3 for example; 0 is off."
     )
-    gspo_clip_low: Fraction = Field(0.01, description="gspo: as clip_low, for the ratio of a whole completion.")
-    gspo_clip_high: Factor = Field(0.013, description="gspo: as clip_high, for the ratio of a whole completion.")
+    gspo_clip_low: Fraction = Field(0.03, description="gspo: as clip_low, for the ratio of a whole completion.")
+    gspo_clip_high: Factor = Field(0.04, description="gspo: as clip_high, for the ratio of a whole completion.")
     cispo_max: PositiveFactor = Field(5.0, description="cispo: cap of the importance weight.")
     sapo_tau_positive: Tau = Field(
         1.0, description="sapo: how fast a token with a positive advantage fades as its ratio leaves 1."

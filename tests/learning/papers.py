@@ -102,7 +102,7 @@ def decoupled(one: Seen, advantage: float) -> Tensor:
 
 def gspo(one: Seen, advantage: float) -> Tensor:
     ratio = torch.exp((one.new - one.old).mean())
-    return clipped(ratio, advantage, 0.01, 0.013).expand(len(one.new))
+    return clipped(ratio, advantage, 0.03, 0.04).expand(len(one.new))
 
 
 def gmpo(one: Seen, advantage: float) -> Tensor:
