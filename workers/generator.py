@@ -42,26 +42,29 @@ class GenerationWork:
         self._engine = engine
         self._partials = Partials(context)
         self._group_size = context.config.generation.group_size
-        self._num_counted = 0
+        self._num_counted = self._num_arriving = 0
         context.metrics.sequence_slots.set(engine.max_num_seqs)
         self.version_changed = asyncio.Event()
 
     def capacity(self) -> int:
         """Groups for which there are free slots; one more than fits when nothing runs."""
         self._say_progress()
-        free = self._engine.max_num_seqs - self._engine.num_unfinished_seqs
-        if self._engine.num_unfinished_seqs == 0:
-            return max(1, free // self._group_size)
-        return free // self._group_size
+        taken = self._engine.num_unfinished_seqs + self._num_arriving * self._group_size
+        free = (self._engine.max_num_seqs - taken) // self._group_size
+        return max(1, free) if taken == 0 else free
 
     async def process(self, lease: Lease) -> Entry:
         """The rollout. Raises MessageError, EngineError, and HandBack with what there is of an interrupted group."""
         context = self._context
         claimed = time.time()
-        prompt = decode(lease.payload, PromptGroup, max_bytes=context.config.queues.max_payload_bytes)
-        # Groups that are claimed together reach the engine together: the others ask for nothing here.
-        partial = await self._partials.take_up(prompt) if lease.has_partial else None
-        await self._until_version(max(prompt.min_version, partial.newest_version if partial else 0))
+        self._num_arriving += 1
+        try:
+            prompt = decode(lease.payload, PromptGroup, max_bytes=context.config.queues.max_payload_bytes)
+            # Groups that are claimed together reach the engine together: the others ask for nothing here.
+            partial = await self._partials.take_up(prompt) if lease.has_partial else None
+            await self._until_version(max(prompt.min_version, partial.newest_version if partial else 0))
+        finally:
+            self._num_arriving -= 1
         try:
             with self._partials.in_work(lease, partial):
                 completions = await self._engine.generate(prompt, partial)

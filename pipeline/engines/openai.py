@@ -56,7 +56,7 @@ class OpenAiEngine:
         self._keepers: list[asyncio.Task[None]] = []
         self._updates: set[asyncio.Task[list[float]]] = set()
         self._groups: set[GroupInFlight] = set()
-        self._num_unfinished, self.is_interrupted = 0, False
+        self.is_interrupted = False
         self._newest: int | None = None
         self._shared, self._probe = SharedWeights(), Probe()
         self._description: dict[str, Any] = {}
@@ -82,7 +82,7 @@ class OpenAiEngine:
     @property
     def num_unfinished_seqs(self) -> int:
         """Sequences accepted and not yet ended."""
-        return self._num_unfinished
+        return sum(not task.done() for group in self._groups for task in group.tasks)
 
     @property
     def num_tokens_generated(self) -> int:
@@ -113,7 +113,7 @@ class OpenAiEngine:
         group = GroupInFlight.of(prompt, partial, model)
         if self.is_interrupted or not group.sequences:
             return group.completions([None] * len(group.sequences))
-        group.tasks = [asyncio.create_task(self._complete(group, index)) for index in group.sequences]
+        group.tasks = [asyncio.create_task(group.complete(index, self)) for index in group.sequences]
         self._groups.add(group)
         try:
             await asyncio.wait(group.tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -169,13 +169,6 @@ class OpenAiEngine:
         self._probe.close()
 
     # Generating
-
-    async def _complete(self, group: GroupInFlight, index: int) -> Completion | None:
-        self._num_unfinished += 1
-        try:
-            return await group.complete(index, self)
-        finally:
-            self._num_unfinished -= 1
 
     async def least_loaded(self) -> RemoteServer:
         """Waits for a server where there is none. Raises EngineLostError when that takes too long."""

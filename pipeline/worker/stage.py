@@ -130,6 +130,7 @@ class Stage:
             task = group.create_task(self._handle(lease))
             self._tasks.add(task)
             task.add_done_callback(self._done)
+        await asyncio.sleep(0)  # each begins, and is counted by the work before that is asked how many more it takes
         metrics.groups_held.set(len(self._tasks))
 
     def _done(self, task: asyncio.Task[None]) -> None:

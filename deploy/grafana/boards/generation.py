@@ -98,6 +98,7 @@ _TIME = Row(
             "Share of the time with work, by generator.",
             Query(mean("busy_seconds_total", GENERATORS, "worker"), "{{worker}}"),
             unit=RATIO,
+            highest=1,
         ),
         graph(
             "Idle, by cause",
@@ -105,6 +106,7 @@ _TIME = Row(
             Query(mean("idle_seconds_total", GENERATORS, "cause"), "{{cause}}"),
             Query(mean("device_wait_seconds_total", GENERATORS), "waits for the device"),
             unit=RATIO,
+            highest=1,
             is_stacked=True,
         ),
         graph(

@@ -102,12 +102,14 @@ _TIME = Row(
             "Share of the time in which a worker has work.",
             Query(mean("busy_seconds_total", ANY, "role"), "{{role}}"),
             unit=RATIO,
+            highest=1,
         ),
         graph(
             "Idle, by cause",
             "no_input: the stage before is slower. stale_weights: the weight channel. output_full: the stage after.",
             Query(mean("idle_seconds_total", ANY, "role", "cause"), "{{role}} {{cause}}"),
             unit=RATIO,
+            highest=1,
         ),
         graph(
             "What limits the rate",

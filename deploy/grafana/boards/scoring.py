@@ -118,12 +118,14 @@ _TIME = Row(
             "Share of the time with work, by scorer.",
             Query(mean("busy_seconds_total", SCORERS, "worker"), "{{worker}}"),
             unit=RATIO,
+            highest=1,
         ),
         graph(
             "Idle, by cause",
             "no_input: generation is slower. output_full: the trainer is.",
             Query(mean("idle_seconds_total", SCORERS, "cause"), "{{cause}}"),
             unit=RATIO,
+            highest=1,
             is_stacked=True,
         ),
     ),
@@ -170,6 +172,7 @@ _MODELS = Row(
             "Share of the time with work, by worker.",
             Query(mean("busy_seconds_total", MODELS, "worker"), "{{worker}}"),
             unit=RATIO,
+            highest=1,
         ),
         graph(
             "Judgements per second",

@@ -85,6 +85,7 @@ _STEP = Row(
             Query(total("weight_publish_seconds_sum", TRAINER), "publishing"),
             Query(total("checkpoint_pause_seconds_sum", TRAINER), "checkpoints"),
             unit=RATIO,
+            highest=1,
             is_stacked=True,
         ),
         graph("Tokens per second", "Trained.", Query(total("tokens_out_total", TRAINER), "tokens")),
