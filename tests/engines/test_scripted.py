@@ -85,7 +85,7 @@ async def test_a_sequence_takes_its_time_and_sequences_beyond_the_slots_wait() -
 
 
 async def test_an_update_in_mid_sequence_is_where_the_tokens_were_in_time() -> None:
-    engine = await started(tokens_per_s=1000, length_mean=1500)
+    engine = await started(tokens_per_s=1000, length_mean=4000)  # still going when a busy machine updates it
     task = asyncio.create_task(engine.generate(group()))
     async with asyncio.timeout(60):
         while engine.num_tokens_generated < 400:  # noqa: ASYNC110  time itself is what is waited for
