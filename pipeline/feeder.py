@@ -60,19 +60,19 @@ class Feeder:
         self._source = source
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
-        self._refused: deque[PromptGroup] = deque()
+        self._taken: deque[PromptGroup] = deque()  # from the source, and not known to be fed
         self._lost: deque[PromptGroup] = deque()
         self._has_ended = False
 
     @property
     def has_ended(self) -> bool:
         """Whether the data set has no more prompts to give."""
-        return self._has_ended and not self._refused and not self._lost
+        return self._has_ended and not self._taken and not self._lost
 
     @property
     def cursor(self) -> int:
         """Ordinal of the next group to be fed."""
-        return self._refused[0].ordinal if self._refused else self._source.cursor
+        return self._taken[0].ordinal if self._taken else self._source.cursor
 
     def feed_again(self, groups: Iterable[PromptGroup]) -> None:
         """Groups whose effect was lost with the weights; they go before all others."""
@@ -92,8 +92,12 @@ class Feeder:
         if not groups:
             return 0
         entries = [prompt_entry(group, ordinal=group.ordinal) for group in groups]
+        # Whoever goes on from the cursor meanwhile, or after this was broken off, must not go on behind them. Those
+        # that were fed all the same are known by their ordinals, and are not fed twice.
+        self._taken.extendleft(reversed(groups))
         accepted = await self._streams.feed(entries, limit=most)
-        self._refused.extendleft(reversed(groups[accepted:]))
+        for _ in range(accepted):
+            self._taken.popleft()
         return accepted
 
     async def put_back_lost(self, *, version: int) -> None:
@@ -131,7 +135,7 @@ class Feeder:
     def _take(self, wanted: int) -> list[PromptGroup]:
         taken: list[PromptGroup] = []
         while len(taken) < wanted:
-            group = self._refused.popleft() if self._refused else self._source.next_group(0, 0)
+            group = self._taken.popleft() if self._taken else self._source.next_group(0, 0)
             if group is None:
                 self._has_ended = True
                 break

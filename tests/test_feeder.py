@@ -69,6 +69,28 @@ async def test_never_more_groups_are_live_than_the_limit(streams: Streams) -> No
     assert feed.cursor == 7
 
 
+async def test_a_feeder_that_is_broken_off_while_it_feeds_leaves_out_no_group(streams: Streams) -> None:
+    """As when a trainer drains, or dies with its feeder waiting for Redis: the next one goes on from the cursor."""
+    cursor = 0
+    for turns in range(8):
+        prompts = source(100)
+        prompts.cursor = first = max(cursor, (await streams.ledger()).next_ordinal)
+        feed = feeder(streams, prompts)
+        feeding = asyncio.create_task(feed.top_up(version=0, limit=lambda: 4 * (turns + 1)))  # noqa: B023
+        while prompts.cursor == first:  # noqa: ASYNC110 - taking groups sets no event
+            await asyncio.sleep(0)
+        assert feed.cursor == first, "they are taken, and nobody knows that they are fed"
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        feeding.cancel()
+        await asyncio.wait([feeding])
+        cursor = feed.cursor
+    prompts.cursor = max(cursor, (await streams.ledger()).next_ordinal)
+    assert await feeder(streams, prompts).top_up(version=0, limit=lambda: 100) > 0
+    fed = [group.ordinal for group in await claim_prompts(streams, 100)]
+    assert fed == list(range(len(fed)))
+
+
 async def test_a_step_that_is_done_while_the_feeder_looks_makes_room_for_no_group_that_none_is_left_to_train(
     streams: Streams, valkey_url: str, keys: Keys
 ) -> None:
