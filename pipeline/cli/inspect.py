@@ -184,7 +184,7 @@ def tail(sources: Sources, count: int, is_json: bool) -> int:
     config = sources.load()
     samples = tail_samples(config.run_dir, count)
     if not samples:
-        click.echo(f"no samples in {config.run_dir}", err=True)
+        click.echo(f"no samples in {config.run_dir}: the trainer writes them, on its machine", err=True)
     for sample in samples:
         _show_sample(sample, is_json)
     return 0
