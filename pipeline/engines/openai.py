@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Config
@@ -170,19 +171,23 @@ class OpenAiEngine:
 
     # Generating
 
-    async def least_loaded(self) -> RemoteServer:
-        """Waits for a server where there is none. Raises EngineLostError when that takes too long."""
+    async def least_loaded(self, avoided: Collection[RemoteServer]) -> RemoteServer:
+        """Waits for a server where there is none. Raises EngineLostError when that takes too long.
+
+        avoided: asked only where there is no other.
+        """
         try:
             async with asyncio.timeout(self._settings.stall_s):
                 while self._keepers and not self._in_rotation():
                     self._rotation_changed.clear()
                     await self._rotation_changed.wait()
         except TimeoutError as error:
-            troubles = "; ".join(f"{server.url}: {server.trouble or 'no weights yet'}" for server in self._servers)
+            reasons = [server.trouble or server.doubt or "no weights yet" for server in self._servers]
+            troubles = "; ".join(f"{server.url}: {why}" for server, why in zip(self._servers, reasons, strict=True))
             raise EngineLostError(f"no server for {self._settings.stall_s:g} s: {troubles}") from error
         if not self._keepers:
             raise EngineError("the engine was closed")
-        return min(self._in_rotation(), key=lambda server: server.num_outstanding)
+        return min(self._in_rotation(), key=lambda server: (server in avoided, server.num_outstanding))
 
     def _in_rotation(self) -> list[RemoteServer]:
         return [server for server in self._servers if server.is_in_rotation]
@@ -221,7 +226,7 @@ class OpenAiEngine:
                 f"{self._settings.update_timeout_s:g}"
                 + ("" if server.is_local else "; can it connect to weights.advertise (or weights.host)?")
             )
-        except (PassingError, ConfigError, WeightError) as error:
+        except (PassingError, ConfigError, EngineError, WeightError) as error:
             server.take_out(f"it did not reach version {version}: {error}")
         else:
             self._rotation_changed.set()
@@ -230,9 +235,12 @@ class OpenAiEngine:
 
     async def _replace(self, server: RemoteServer, weight_version: int) -> float:
         if server.is_local:
-            return await server.update(weight_version, {"shared": self._description})
-        fetched = await self._fetched_by(server, weight_version)
-        return await server.update(fetched, {"pulled": fetched})
+            pause_s = await server.update(weight_version, {"shared": self._description})
+        else:
+            fetched = await self._fetched_by(server, weight_version)
+            pause_s = await server.update(fetched, {"pulled": fetched})
+        await server.try_out()
+        return pause_s
 
     async def _fetched_by(self, server: RemoteServer, weight_version: int) -> int:
         """The version, this or a newer one, that the workers of a server elsewhere have fetched."""

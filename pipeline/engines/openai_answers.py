@@ -27,6 +27,10 @@ class UnreachableError(PassingError):
     """There is no connection to the server."""
 
 
+class WithdrawnError(PassingError):
+    """The server went out of rotation while it was asked; the request has no part in that."""
+
+
 class ForeignWeightsError(PassingError):
     """The server drew from weights that it was not given by this generator."""
 

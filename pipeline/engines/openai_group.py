@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from pipeline.engines.openai_answers import Answer, PassingError
+from pipeline.engines.openai_answers import Answer, PassingError, WithdrawnError
 from pipeline.engines.vllm_model import ServedModel
 from pipeline.engines.vllm_outputs import Draft, Segment, all_of, drafts_of, left_of
 from pipeline.engines.vllm_requests import completion_text, sampling_values, token_limit
@@ -35,8 +35,8 @@ class Servers(Protocol):
     def is_open(self) -> bool:
         """Whether servers may be asked."""
 
-    async def least_loaded(self) -> RemoteServer:
-        """Waits for a server where there is none. Raises EngineError."""
+    async def least_loaded(self, avoided: Collection[RemoteServer]) -> RemoteServer:
+        """Waits for a server where there is none. Raises EngineError. avoided: asked only where there is no other."""
 
 
 @dataclass(eq=False, slots=True)
@@ -87,13 +87,17 @@ class GroupInFlight:
     async def complete(self, index: int, servers: Servers) -> Completion | None:
         """One completion, at whichever server; it goes on from what one gave before it broke it off, or failed.
 
-        None: it was interrupted. Raises EngineError.
+        Only what a server gave as its own answer counts as an attempt. None: it was interrupted. Raises EngineError.
         """
-        sequence, num_failures = self.sequences[index], 0
+        sequence = self.sequences[index]
+        failed_at: list[RemoteServer] = []
         while not servers.is_interrupted:
-            server = await servers.least_loaded()
+            server = await servers.least_loaded(failed_at)
             try:
                 segment = await self._ask(server, index, sequence)
+            except WithdrawnError:
+                sequence.keep()
+                continue
             except PassingError as error:
                 sequence.keep()
                 problem = str(error)
@@ -105,8 +109,8 @@ class GroupInFlight:
                     return sequence.draft.completion(segment.reason, text)
                 problem = f"{server.url} gave up a sequence"
             if not servers.is_interrupted:
-                num_failures += 1
-                await self._wait(num_failures, problem, is_last=not servers.is_open)
+                failed_at.append(server)
+                await self._wait(len(failed_at), problem, is_last=not servers.is_open)
         return None
 
     async def _ask(self, server: RemoteServer, index: int, sequence: Sequence) -> Segment:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, Literal, TypeVar
 
 import aiohttp
 
@@ -20,9 +20,12 @@ from pipeline.errors import ConfigError
 TOKENS = "/inference/v1/generate"
 
 _CONNECT_TIMEOUT_S = 10.0
+_LOOK_EVERY_S, _HEALTH_TIMEOUT_S = 1.0, 10.0
 # Refused, no such host, or silence, as of a machine that is off.
 _NO_CONNECTION = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _KEEP_ALIVE_S = 2.0  # vLLM closes what was idle for 5
+
+Result = TypeVar("Result")
 
 
 class Connection:
@@ -75,6 +78,23 @@ class Connection:
     def tokens(self, body: Mapping[str, Any]) -> aiohttp.client._RequestContextManager:
         """A request for tokens, whose answer is read as it comes; raises what aiohttp raises."""
         return self._session("tokens").post(self._url + TOKENS, json=body)
+
+    async def while_healthy(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """`work`, broken off with PassingError when the server says or shows that its engine has ended.
+
+        It may have taken a question before, and then it never answers.
+        """
+        task = asyncio.create_task(work)
+        try:
+            while not (await asyncio.wait({task}, timeout=_LOOK_EVERY_S))[0]:
+                async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+                    await self.get("/health")
+            return task.result()
+        except TimeoutError as error:
+            raise PassingError("it says no longer whether it is healthy") from error
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def close(self) -> None:
         """Break off what is under way. Safe to call twice."""

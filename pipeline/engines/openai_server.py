@@ -11,17 +11,17 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 
 from pipeline.config import Config
 from pipeline.engines import openai_updates as updates
-from pipeline.engines.openai_answers import Answer, ForeignWeightsError, PassingError, events, refusal
+from pipeline.engines.openai_answers import Answer, ForeignWeightsError, PassingError, WithdrawnError, events, refusal
 from pipeline.engines.openai_checks import api_key, base_url, can_fetch, check_server, served_name
-from pipeline.engines.openai_http import Connection
+from pipeline.engines.openai_http import TOKENS, Connection
 from pipeline.engines.openai_requests import Requests
 from pipeline.engines.vllm_outputs import Segment
 from pipeline.engines.vllm_worker import PATH
@@ -33,11 +33,8 @@ _ANSWER_TIMEOUT_S = 10.0  # to questions that take no time
 _MAX_FAILURES = 3  # answers that may pass, one after the other, until a server is taken out
 _TOKENS_PER_EVENT = 16  # each event costs both sides about as much as a token of a small model
 
-_LOOK_EVERY_S = 1.0
 _OWN_EVERY_S, _OWNED_FOR_S = 4.0, 15.0
 _LEAVE_TIMEOUT_S = 2.0  # for each thing that is asked of it at the end
-
-Result = TypeVar("Result")
 
 log = get_logger()
 
@@ -45,13 +42,15 @@ log = get_logger()
 class RemoteServer:
     """One server. Everything but the constructor belongs to one event loop.
 
-    url: how it is named. trouble: why it is out of rotation; empty otherwise. weight_version: that it
-    was given last. is_local: whether it can map memory of this process; None before it was asked.
+    url: how it is named. trouble: why it is out of rotation; empty otherwise. doubt: why it was, until it has
+    drawn a token since. weight_version: that it was given last. is_local: whether it can map memory of this
+    process; None before it was asked.
     """
 
     def __init__(self, url: str, config: Config, *, context: int) -> None:
         self.url = base_url(url)
         self.trouble = "it was not asked yet"
+        self.doubt = ""
         self.weight_version: int | None = None
         self.is_local: bool | None = None
         self.num_outstanding = 0
@@ -60,6 +59,7 @@ class RemoteServer:
         self._context = context
         self._model = ""
         self._http = Connection(self.url, api_key(config))
+        self.while_healthy = self._http.while_healthy
         self._known_versions: set[int] = set()
         self._requests = Requests()
         self._halting = asyncio.Lock()
@@ -77,7 +77,7 @@ class RemoteServer:
     @property
     def is_in_rotation(self) -> bool:
         """Whether it may be asked for tokens."""
-        return not self.trouble and self.weight_version is not None
+        return not self.trouble and self.weight_version is not None and not self.doubt
 
     async def close(self) -> None:
         """Break off what is under way. Safe to call twice."""
@@ -169,8 +169,9 @@ class RemoteServer:
             async with self._requests.asking(answer):
                 segment = await self._streamed(token_ids, sampling, answer)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            if not self.trouble:
-                self._note_failure(PassingError(f"the connection failed: {type(error).__name__}: {error}"))
+            if self.trouble:
+                raise WithdrawnError(f"{self.url}: {self.trouble}") from error
+            self._note_failure(PassingError(f"the connection failed: {type(error).__name__}: {error}"))
             raise PassingError(f"{self.url}: {self.trouble or error!r}") from error
         except PassingError as error:
             self._note_failure(error)
@@ -200,6 +201,21 @@ class RemoteServer:
                 self._progress_at = time.monotonic()
         return answer.segment(self._known_versions)
 
+    async def try_out(self) -> None:
+        """One that was out of rotation draws a token before it is asked for more. Raises PassingError, EngineError.
+
+        It may answer whatever costs it nothing, and fail at this.
+        """
+        if self.doubt:
+            stall_s = self._config.generation.openai.stall_s
+            request = {"model": self._model, "token_ids": [0], "sampling_params": {"max_tokens": 1}}
+            try:
+                async with asyncio.timeout(stall_s):
+                    await self._http.ask(TOKENS, request)
+            except TimeoutError as error:
+                raise PassingError(f"it was asked for a token and gave none in {stall_s:g} s") from error
+            self.doubt = ""
+
     async def break_off(self) -> None:
         """End what it was asked for now, each with the server's word for what drew it, or in a while without."""
         with contextlib.suppress(TimeoutError):
@@ -227,6 +243,7 @@ class RemoteServer:
         """Out of rotation: what it was asked ends with PassingError now."""
         if reason != self.trouble:
             log.warning("server_out_of_rotation", url=self.url, reason=reason, num_requests=len(self._requests))
+        self.doubt = reason
         self._drop(reason)
 
     def _drop(self, reason: str) -> None:
@@ -280,20 +297,3 @@ class RemoteServer:
             self._is_updating = False
             self._progress_at = time.monotonic()
         return time.perf_counter() - started
-
-    async def while_healthy(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """`work`, broken off with PassingError when the server says or shows that its engine has ended.
-
-        It may have taken a question before, and then it never answers.
-        """
-        task = asyncio.create_task(work)
-        try:
-            while not (await asyncio.wait({task}, timeout=_LOOK_EVERY_S))[0]:
-                async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                    await self._http.get("/health")
-            return task.result()
-        except TimeoutError as error:
-            raise PassingError("it says no longer whether it is healthy") from error
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)

@@ -24,10 +24,11 @@ SERVER_INFO: dict[str, Any] = {
 class StandIn(ThreadingHTTPServer):
     """behave: what a request for tokens gets; the handler and the number of the request, from 1.
 
-    num_requests: for tokens. paths: of all requests. label: of the weights. refuses: paths that get a 500.
-    ignores: paths that get no answer. is_healthy: what the server says of its engine. pull: what its worker
-    fetches weights with; it then shares no memory with anybody. may_draw: unset while it is paused. is_aborting:
-    what it draws ends. allowed: tokens that it may still draw, where a test counts them.
+    num_requests: for tokens. num_trials: of these, for one that is only to prove that it can be had, which get it
+    where `passes_trials`, and else what others get, as number 0. paths: of all requests. label: of the weights.
+    refuses: paths that get a 500. ignores: paths that get no answer. is_healthy: what the server says of its engine.
+    pull: what its worker fetches weights with; it then shares no memory with anybody. may_draw: unset while it is
+    paused. is_aborting: what it draws ends. allowed: tokens that it may still draw, where a test counts them.
     """
 
     daemon_threads = True
@@ -35,7 +36,8 @@ class StandIn(ThreadingHTTPServer):
     def __init__(self, behave: Callable[[Handler, int], None]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.behave = behave
-        self.num_requests = 0
+        self.num_requests = self.num_trials = 0
+        self.passes_trials = True
         self.paths: list[str] = []
         self.label = "default"
         self.info = SERVER_INFO
@@ -87,10 +89,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.paths.append(self.path)
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
         if self.path == "/inference/v1/generate":
-            if body["sampling_params"].get("temperature", 1) < 0:
-                return self.send(400, {"error": {"message": "temperature must be non-negative", "code": 400}})
-            self.body = body
-            return self.server.behave(self, self.server.counted())
+            return self.generate(body)
         if self.path in self.server.ignores:
             return self.hang()
         if self.path in self.server.refuses:
@@ -107,6 +106,16 @@ class Handler(BaseHTTPRequestHandler):
             self.server.is_aborting.clear()
             self.server.may_draw.set()
         return self.send(200, {})
+
+    def generate(self, body: dict[str, Any]) -> None:
+        """What the test says, but to a request that only asks whether there is this route, or a token to be had."""
+        if body["sampling_params"].get("temperature", 1) < 0:
+            return self.send(400, {"error": {"message": "temperature must be non-negative", "code": 400}})
+        self.body = body
+        if body.get("stream"):
+            return self.server.behave(self, self.server.counted())
+        self.server.num_trials += 1
+        return self.send(200, {}) if self.server.passes_trials else self.server.behave(self, 0)
 
     def fetch(self, pull: WeightPull, body: dict[str, Any]) -> None:
         """As the worker of a server elsewhere answers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections.abc import Callable
 
 import pytest
 
@@ -101,6 +102,55 @@ async def test_what_a_silent_server_was_asked_goes_to_another(serve: Serve, star
         completions = await engine.generate(group_of([4, 5], group_size=4))
     assert [len(completion) for completion in completions] == [3] * 4
     assert silent.num_requests >= 1
+
+
+def failing(handler: Handler, number: int) -> None:
+    handler.send(500, {"error": {"message": "out of memory", "code": 500}})
+
+
+@pytest.mark.parametrize("behave", [failing, hanging])
+async def test_a_server_that_only_fails_at_tokens_is_left_out_until_it_has_drawn_one(
+    serve: Serve, start: Start, behave: Callable[[Handler, int], None]
+) -> None:
+    bad, good = serve(behave), serve(fine)
+    bad.passes_trials = False
+    engine = await start(bad, good)
+    async with asyncio.timeout(60):
+        while bad.num_trials < 2:
+            await engine.generate(group_of([4, 5], group_size=4))
+            await asyncio.sleep(0.01)
+        num_asked = bad.num_requests
+        await engine.generate(group_of([4, 5], group_size=8))
+        assert bad.num_requests == num_asked
+        bad.behave, bad.passes_trials = fine, True
+        bad.is_over.set()
+        while bad.num_requests == num_asked:
+            await engine.generate(group_of([4, 5], group_size=4))
+
+
+async def test_a_group_is_not_to_blame_for_servers_that_hang(
+    serve: Serve, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.engines.openai_group._MAX_ATTEMPTS", 1)
+    server = serve(hanging)
+    server.passes_trials = False
+    engine = await start(server)
+    async with asyncio.timeout(60):
+        with pytest.raises(EngineLostError, match=r"no server for 1 s: .*(got no token|gave none) in 1 s"):
+            await engine.generate(group_of([4, 5], group_size=2))
+
+
+async def test_what_fails_at_one_server_is_asked_of_another(serve: Serve, start: Start) -> None:
+    """Although the one that fails at once always has the fewest requests."""
+
+    def fails_every_third(handler: Handler, number: int) -> None:
+        fine(handler, number) if number % 3 == 0 else failing(handler, number)
+
+    bad, good = serve(fails_every_third), serve(slow)
+    engine = await start(bad, good)
+    completions = await engine.generate(group_of([4, 5], group_size=6))
+    assert [len(completion) for completion in completions] == [3] * 6
+    assert bad.num_requests <= 6, "each asked it once at the most"
 
 
 async def test_a_slow_server_that_goes_on_is_not_taken_out(serve: Serve, start: Start) -> None:
