@@ -15,19 +15,18 @@ import contextlib
 import gc
 import os
 import uuid
-from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config import Config
 from pipeline.engines.shared_weights import SharedWeights
-from pipeline.engines.vllm_adapters import Adapter, AdapterShelf
-from pipeline.engines.vllm_draws import Draws
+from pipeline.engines.vllm_adapters import AdapterShelf
+from pipeline.engines.vllm_draws import Draws, Group, Sequence
 from pipeline.engines.vllm_model import ServedModel
 from pipeline.engines.vllm_options import engine_arguments, prepare_environment, require_installed
-from pipeline.engines.vllm_outputs import Draft, Segment, TokenCounter, all_of, drafts_of, left_of
+from pipeline.engines.vllm_outputs import Segment, TokenCounter, all_of, drafts_of
 from pipeline.engines.vllm_requests import completion_text, token_limit
 from pipeline.engines.vllm_start import close_connections, draw_one_token, start_engine
-from pipeline.engines.vllm_updates import replace_weights, unless_dead
+from pipeline.engines.vllm_updates import are_prepared, replace_weights, unless_dead
 from pipeline.errors import EngineError, EngineLostError, ModelError, WeightError
 from pipeline.logs import get_logger
 from pipeline.messages import Completion, PartialGroup, PromptGroup
@@ -37,26 +36,6 @@ from pipeline.weights import WeightState
 _ASK_AGAIN_S = 0.05
 
 log = get_logger()
-
-
-@dataclass(eq=False, slots=True)
-class _Sequence:
-    """A completion in flight. request_id: of its present request. adapter: that it is decoded with."""
-
-    draft: Draft
-    request_id: str = ""
-    adapter: Adapter | None = None
-    is_moving: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class _Group:
-    """A group in flight. sequences, tasks: of its completions that had not been finished elsewhere."""
-
-    prompt: PromptGroup
-    partial: PartialGroup | None
-    sequences: dict[int, _Sequence]
-    tasks: list[asyncio.Task[Completion | None]]
 
 
 class VllmEngine:
@@ -72,8 +51,8 @@ class VllmEngine:
         self._version: int | None = None
         self._counter = TokenCounter()
         self._draws: Draws | None = None
-        self._sequences: set[_Sequence] = set()
-        self._groups: set[_Group] = set()
+        self._sequences: set[Sequence] = set()
+        self._groups: set[Group] = set()
         self._is_interrupted = False
         self._one_update = asyncio.Lock()
 
@@ -119,13 +98,13 @@ class VllmEngine:
         limit = token_limit(prompt, model.context)
         routers = model.routers if prompt.sampling.keep_routed_experts else None
         drafts = drafts_of(prompt, partial, limit, (routers.num_experts, routers.layers) if routers else None)
-        sequences = [_Sequence(draft=draft) for draft in drafts.values()]
+        sequences = [Sequence(draft=draft) for draft in drafts.values()]
         self._sequences.update(sequences)
         tasks = [
             asyncio.create_task(self._complete(model, prompt, index, limit, sequence))
             for index, sequence in zip(drafts, sequences, strict=True)
         ]
-        group = _Group(prompt, partial, dict(zip(drafts, sequences, strict=True)), tasks)
+        group = Group(prompt, partial, dict(zip(drafts, sequences, strict=True)), tasks)
         self._groups.add(group)
         try:
             ended = await asyncio.gather(*tasks)
@@ -140,16 +119,18 @@ class VllmEngine:
     async def interrupt(self) -> None:
         """End what is in flight with what there is of it; a request may be on its way, so it asks more than once."""
         self._is_interrupted = True
-        while self._sequences:
+        while self._sequences and self._llm is not None:
             await self._abort_all(self._llm)
             await asyncio.sleep(_ASK_AGAIN_S)
 
     async def so_far(self) -> list[PartialGroup]:
         """What there is of the groups in flight, without a word to vLLM's processes."""
-        found = []
+        found: list[PartialGroup] = []
+        if (draws := self._draws) is None:
+            return found
         for group in self._groups:
             with contextlib.suppress(EngineError):  # what is wrong with it is said when it ends
-                found.append(self._left_of(group))
+                found.append(group.left(draws))
         return found
 
     async def apply_weights(self, state: WeightState) -> float:
@@ -162,12 +143,15 @@ class VllmEngine:
         return await asyncio.shield(self._update(state))
 
     async def sleep(self) -> None:
-        """Leave the device; requests stay, and what they had read is read again. On a CPU nothing is freed."""
-        await unless_dead(self._llm.sleep(level=1, mode="keep"))
+        """Leave the device; requests stay, and what they had read is read again. On a CPU nothing is freed.
+
+        Raises EngineError where it was closed.
+        """
+        await unless_dead(self._running().sleep(level=1, mode="keep"))
 
     async def wake_up(self) -> None:
         """Come back with the weights that were there."""
-        await unless_dead(self._llm.wake_up())
+        await unless_dead(self._running().wake_up())
 
     async def close(self) -> None:
         """End vLLM's processes; what is still in flight ends with EngineError. Safe to call twice."""
@@ -185,7 +169,7 @@ class VllmEngine:
     # Generating
 
     async def _complete(
-        self, model: ServedModel, prompt: PromptGroup, index: int, limit: int, sequence: _Sequence
+        self, model: ServedModel, prompt: PromptGroup, index: int, limit: int, sequence: Sequence
     ) -> Completion | None:
         """One completion, in as many requests as there were moves to another adapter; None: it was interrupted."""
         try:
@@ -202,7 +186,7 @@ class VllmEngine:
         finally:
             self._sequences.discard(sequence)
 
-    async def _segment(self, prompt: PromptGroup, index: int, limit: int, sequence: _Sequence) -> Segment:
+    async def _segment(self, prompt: PromptGroup, index: int, limit: int, sequence: Sequence) -> Segment:
         assert self._draws is not None
         sequence.request_id = f"{prompt.group_id}-{index}-{uuid.uuid4().hex[:8]}"
         sequence.is_moving = False
@@ -217,19 +201,15 @@ class VllmEngine:
             adapter=sequence.adapter,
         )
 
-    def _left_of(self, group: _Group) -> PartialGroup:
-        assert self._draws is not None
-        drafts, ended = {}, []
-        for (index, sequence), task in zip(group.sequences.items(), group.tasks, strict=True):
-            is_ended = task.done() and not task.cancelled() and task.exception() is None
-            ended.append(task.result() if is_ended else None)
-            segment = None if is_ended else self._draws.so_far(group.prompt, sequence.request_id, sequence.adapter)
-            drafts[index] = sequence.draft.with_(segment)
-        return left_of(group.prompt, group.partial, drafts, ended)
+    def _running(self) -> Any:
+        """vLLM. Raises EngineError where it was not started, or was closed."""
+        if self._llm is None:
+            raise EngineError("the engine is not running")
+        return self._llm
 
     def _check_serving(self) -> ServedModel:
-        if self._llm is None or self._model is None:
-            raise EngineError("the engine is not running")
+        self._running()
+        assert self._model is not None
         if self._version is None:
             raise EngineError("no verified weights are being served; apply_weights comes first")
         return self._model
@@ -238,8 +218,8 @@ class VllmEngine:
 
     async def _update(self, state: WeightState) -> float:
         async with self._one_update:
-            if self._llm is None or self._model is None:
-                raise EngineError("the engine is not running")
+            self._running()
+            assert self._model is not None
             if self._version is not None and state.weight_version < self._version:
                 raise WeightError(f"version {state.weight_version} is older than version {self._version} being served")
             # What an adapter leaves alone is in the engine once it has been given everything.
@@ -251,9 +231,11 @@ class VllmEngine:
 
     async def _replace(self, state: WeightState) -> float:
         shared = await asyncio.to_thread(self._shared.write, state)
+        llm, version = self._running(), state.weight_version
         is_recomputed = self._config.generation.kv_on_update == "recompute"
         try:
-            pause_s = await replace_weights(self._llm, shared, state.weight_version, is_recomputed=is_recomputed)
+            weights = {"prepared": version} if await are_prepared(llm, shared, version) else {"shared": shared}
+            pause_s = await replace_weights(llm, weights, version, is_recomputed=is_recomputed)
         except WeightError as error:
             await self._quarantine(state.weight_version, error)
             raise

@@ -1,4 +1,4 @@
-"""One request to the vLLM of this process, and what it draws.
+"""One request to the vLLM of this process, and what it draws; and the group that it is for.
 
 In: a prompt and what there is of a completion. Out: the segment that vLLM puts behind it, until the
 completion ends or the request is broken off.
@@ -6,15 +6,46 @@ completion ends or the request is broken off.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from pipeline.engines.vllm_adapters import Adapter
-from pipeline.engines.vllm_outputs import Draft, Segment
+from pipeline.engines.vllm_outputs import Draft, Segment, left_of
 from pipeline.engines.vllm_requests import sampling_values
 from pipeline.errors import EngineError, EngineLostError
-from pipeline.messages import PromptGroup
+from pipeline.messages import Completion, PartialGroup, PromptGroup
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A completion in flight. request_id: of its present request. adapter: that it is decoded with."""
+
+    draft: Draft
+    request_id: str = ""
+    adapter: Adapter | None = None
+    is_moving: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """A group in flight. sequences, tasks: of its completions that had not been finished elsewhere."""
+
+    prompt: PromptGroup
+    partial: PartialGroup | None
+    sequences: dict[int, Sequence]
+    tasks: list[asyncio.Task[Completion | None]]
+
+    def left(self, draws: Draws) -> PartialGroup:
+        """What there is of it at this moment. Raises EngineError."""
+        drafts, ended = {}, []
+        for (index, sequence), task in zip(self.sequences.items(), self.tasks, strict=True):
+            is_ended = task.done() and not task.cancelled() and task.exception() is None
+            ended.append(task.result() if is_ended else None)
+            segment = None if is_ended else draws.so_far(self.prompt, sequence.request_id, sequence.adapter)
+            drafts[index] = sequence.draft.with_(segment)
+        return left_of(self.prompt, self.partial, drafts, ended)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
