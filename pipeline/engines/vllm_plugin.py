@@ -1,11 +1,12 @@
 """What vLLM runs in each of its processes: the entry point `vllm.general_plugins`.
 
-In: nothing. Out: a weight transfer backend named `rollstream`, and processes that end when the
-generator that started them has ended, even where it was killed.
+In: nothing. Out: a weight transfer backend named `rollstream`, and, of processes below a generator, such as end when
+it has ended, even where it was killed, and as leave a CPU to others while they wait.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -19,7 +20,9 @@ _LOOK_EVERY_S = 1.0
 def register() -> None:
     """Called by vLLM; may be called more than once in a process."""
     _register_backend()
-    _end_with_parent()
+    if PARENT_VARIABLE in os.environ:
+        _end_with_parent()
+        _wait_without_spinning()
 
 
 def _register_backend() -> None:
@@ -33,10 +36,24 @@ def _register_backend() -> None:
 
 def _end_with_parent() -> None:
     """In processes below a generator: end when the process above has gone."""
-    generator = os.environ.get(PARENT_VARIABLE)
-    if generator is None or generator == str(os.getpid()):
+    if os.environ[PARENT_VARIABLE] == str(os.getpid()):
         return
     threading.Thread(target=_watch, args=(os.getppid(),), name="parent-watch", daemon=True).start()
+
+
+def _wait_without_spinning() -> None:
+    """On a CPU: the scheduler would keep a core busy for as long as the model computes, and the model the other way.
+
+    They are woken up anyway when there is something to read; vLLM has no setting for it.
+    """
+    try:
+        from vllm.distributed.device_communicators import shm_broadcast
+        from vllm.platforms import current_platform
+    except ImportError:
+        return
+    condition = getattr(shm_broadcast, "SpinCondition", None)
+    if isinstance(condition, type) and current_platform.is_cpu():
+        shm_broadcast.SpinCondition = functools.partial(condition, busy_loop_s=0)
 
 
 def _watch(parent: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from pipeline.config import Config, GenerationSettings, LoraSettings, ModelSettings
 from pipeline.engines.openai import OpenAiEngine
 from pipeline.engines.transformers import TransformersEngine
-from pipeline.messages import Completion, PromptGroup, SamplingParams
+from pipeline.messages import Completion, PromptGroup, SamplingParams, UnfinishedCompletion
 from pipeline.models.loading import load_model
 from pipeline.models.weights import export_weights, weight_kind
 from pipeline.weights import WeightState
@@ -119,7 +119,9 @@ def group_of(ids: list[int], *, ordinal: int = 0, **sampling: object) -> PromptG
 
 
 @torch.no_grad()
-def plain_logits(model: torch.nn.Module, prompt: PromptGroup, completion: Completion) -> torch.Tensor:
+def plain_logits(
+    model: torch.nn.Module, prompt: PromptGroup, completion: Completion | UnfinishedCompletion
+) -> torch.Tensor:
     """Logits that drew each token, [T, V], from one forward pass over the whole sequence."""
     ids = torch.tensor([prompt.prompt_token_ids.tolist() + completion.token_ids.tolist()])
     logits: torch.Tensor = model(input_ids=ids).logits[0, len(prompt.prompt_token_ids) - 1 : -1]

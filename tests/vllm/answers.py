@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from pipeline.config import Config, LoraSettings, ModelSettings
-from pipeline.messages import Completion, PromptGroup
+from pipeline.messages import Completion, PromptGroup, UnfinishedCompletion
 from tests.engines.conftest import plain_logits
 from tests.vllm.server import Server
 
@@ -18,7 +18,9 @@ def config_for(model: ModelSettings, *urls: str, lora: LoraSettings | None = Non
     return Config.model_validate(settings)
 
 
-def assert_drawn_by(trainer: torch.nn.Module, group: PromptGroup, completion: Completion) -> None:
+def assert_drawn_by(
+    trainer: torch.nn.Module, group: PromptGroup, completion: Completion | UnfinishedCompletion
+) -> None:
     """Logprobs are those of a plain forward pass of the trainer's model."""
     ids = torch.tensor(completion.token_ids.astype(np.int64))[:, None]
     scaled = plain_logits(trainer, group, completion) / group.sampling.temperature
