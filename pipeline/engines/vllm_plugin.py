@@ -15,6 +15,7 @@ BACKEND = "rollstream"
 PARENT_VARIABLE = "ROLLSTREAM_VLLM_PARENT"
 
 _LOOK_EVERY_S = 1.0
+_SPIN_S, _LOOK_AGAIN_MS = 0.005, 50  # of processes that wait for each other's messages
 
 
 def register() -> None:
@@ -44,7 +45,8 @@ def _end_with_parent() -> None:
 def _wait_without_spinning() -> None:
     """On a CPU: the scheduler would keep a core busy for as long as the model computes, and the model the other way.
 
-    They are woken up anyway when there is something to read; vLLM has no setting for it.
+    They are woken up when there is something to read; vLLM has no setting for it. ZeroMQ throws away a wake-up that
+    follows another within a millisecond or two, so that they wait for a moment before they rest, and look now and then.
     """
     try:
         from vllm.distributed.device_communicators import shm_broadcast
@@ -53,7 +55,8 @@ def _wait_without_spinning() -> None:
         return
     condition = getattr(shm_broadcast, "SpinCondition", None)
     if isinstance(condition, type) and current_platform.is_cpu():
-        shm_broadcast.SpinCondition = functools.partial(condition, busy_loop_s=0)
+        shm_broadcast.SpinCondition = functools.partial(condition, busy_loop_s=_SPIN_S)
+        shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = _LOOK_AGAIN_MS
 
 
 def _watch(parent: int) -> None:
