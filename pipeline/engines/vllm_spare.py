@@ -106,12 +106,17 @@ def _made_of(model: Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict
 def _loaded(
     root: Module, copies: Mapping[Module, Module], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[Module, Module]:
-    """Those copies that there were tensors for, by the layer in use."""
+    """Those copies that there were tensors for, by the layer in use. Raises WeightError: not all have a place."""
     initialize_layerwise_reload(root)
     for copy in copies.values():
         layerwise.get_layerwise_info(copy).kernel_tensors = None  # those in use, which stay as they are
-    root.load_weights(iter(tensors))  # type: ignore[operator]
-    loaded = {layer: copy for layer, copy in copies.items() if _is_loaded(copy)}
+    given = list(tensors)
+    sizes = {copy: layerwise.get_layerwise_info(copy).load_numel_total for copy in copies.values()}
+    root.load_weights(iter(given))  # type: ignore[operator]
+    taken = {layer: _num_taken(copy, sizes[copy]) for layer, copy in copies.items()}
+    if sum(taken.values()) != sum(tensor.numel() for _, tensor in given):
+        raise WeightError("vLLM did not take all of the weights")
+    loaded = {layer: copies[layer] for layer, number in taken.items() if number}
     if any(is_deferred_attention_layer(layer) for layer in loaded):
         raise WeightError("the model has weights in its attention layers")
     loaded |= _tied_heads(loaded, copies)
@@ -138,18 +143,23 @@ def _copied(layer: Module, copies: dict[Module, Module]) -> Module:
 
 def _unloaded(tensors: Mapping[str, torch.Tensor], layer: Module) -> dict[str, torch.Tensor]:
     """Shapes, each with the way to load it, which is the layer's in use: it asks that for sizes and ranks only."""
-    return {name: restore_layer_refs(to_meta_tensor(tensor), layer) for name, tensor in tensors.items()}
+    found = {name: restore_layer_refs(to_meta_tensor(tensor), layer) for name, tensor in tensors.items()}
+    for tensor in found.values():
+        if hasattr(tensor, "weight_loader"):  # after an update of the layers in use it would load into those
+            tensor.weight_loader = layerwise._get_original_loader(tensor)
+    return found
 
 
-def _is_loaded(copy: Module) -> bool:
-    """Whether there were tensors for it; some layers have places that no tensor fills."""
+def _num_taken(copy: Module, size: int) -> int:
+    """Elements that there were for a copy; some layers have places that no tensor fills, and wait for these."""
     info = layerwise.get_layerwise_info(copy)
-    is_open = info.can_load()
-    if is_open and info.load_numel > 0:
+    if not info.can_load():
+        return size
+    number = int(info.load_numel)
+    if number:
         layerwise._layerwise_process(copy, info)
-        return True
     info.reset()
-    return not is_open
+    return number
 
 
 def _tied_heads(loaded: Mapping[Module, Module], copies: Mapping[Module, Module]) -> dict[Module, Module]:

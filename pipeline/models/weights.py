@@ -58,7 +58,8 @@ def stage_weights(model: torch.nn.Module, state: WeightState) -> Staged:
     """Pair every tensor of `state` with the parameter it replaces, and check all of them.
 
     Changes nothing. Raises WeightError: another kind, missing or unknown names, another shape,
-    fewer bytes than the shape needs, or a type that is no floating-point type.
+    fewer bytes than the shape needs, a type that is no floating-point type, or values that are not finite: what
+    an engine reads with such weights it keeps, and vLLM's attention on a CPU meets it again under later ones.
     """
     if state.kind is not weight_kind(model):
         raise WeightError(f"weights are of kind {state.kind.value}, the model takes {weight_kind(model).value}")
@@ -126,7 +127,17 @@ def _from_host(name: str, tensor: HostTensor, target: torch.nn.Parameter) -> tor
         raise WeightError(f"{name} has the type {tensor.dtype}, the model's has {target.dtype}")
     if tensor.data.nbytes != target.numel() * dtype.itemsize:
         raise WeightError(f"{name} has {tensor.data.nbytes} bytes, its shape needs {target.numel() * dtype.itemsize}")
-    return host_tensor(tensor)
+    found = host_tensor(tensor)
+    if found.is_floating_point() and not _is_finite(found):
+        raise WeightError(f"{name} has values that are not finite")
+    return found
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """A sum, made at the speed of memory, is finite only where all values are; where it is not, each is looked at."""
+    wide = tensor if tensor.dtype.itemsize > 1 else tensor.float()
+    total = wide.sum(dtype=torch.promote_types(wide.dtype, torch.float32))
+    return bool(total.isfinite() or wide.isfinite().all())
 
 
 def host_tensor(tensor: HostTensor) -> torch.Tensor:

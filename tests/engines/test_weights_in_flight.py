@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
@@ -183,14 +184,31 @@ async def test_weights_that_do_not_fit_leave_the_old_version_serving(
     assert {version for completion in again for version in completion.token_versions} == {2}
 
 
-async def test_weights_that_are_not_finite_fail_their_groups_and_the_next_ones_heal_the_engine(
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+async def test_weights_that_are_not_finite_are_refused_and_large_ones_are_not(
+    make_engine: MakeEngine, tiny_model: ModelSettings, value: float, dtype: torch.dtype
+) -> None:
+    engine, trainer = await make_engine(), load(tiny_model).to(dtype)
+    name, parameter = list(trainer.named_parameters())[-1]
+    with torch.no_grad():
+        parameter.fill_(torch.finfo(dtype).max)  # their sum is not finite
+    await engine.apply_weights(state_of(trainer, 1))
+    with torch.no_grad():
+        parameter.view(-1)[3] = value
+    with pytest.raises(WeightError, match=f"{re.escape(name)} has values that are not finite"):
+        await engine.apply_weights(state_of(trainer, 2))
+    assert engine.weight_version == 1
+
+
+async def test_weights_that_give_no_finite_logits_fail_their_groups_and_the_next_ones_heal_the_engine(
     make_engine: MakeEngine, tiny_model: ModelSettings
 ) -> None:
     engine = await make_engine()
     expected = await engine.generate(group_of([4, 5, 6]))
     broken = load(tiny_model)
     with torch.no_grad():
-        next(iter(broken.parameters())).fill_(float("nan"))
+        broken.lm_head.weight.sign_().mul_(torch.finfo(torch.float32).max)
     await engine.apply_weights(state_of(broken, 1))
     with pytest.raises(EngineError, match="not finite"):
         await engine.generate(group_of([4, 5, 6, 7, 8, 9, 10, 11]))

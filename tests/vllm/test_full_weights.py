@@ -20,6 +20,7 @@ import torch
 from pipeline.engines import Interrupted
 from pipeline.engines.shared_weights import SharedWeights
 from pipeline.engines.vllm import VllmEngine
+from pipeline.engines.vllm_updates import replace_weights
 from pipeline.engines.watchdog import Watchdog
 from pipeline.errors import EngineError, EngineLostError, WeightError
 from pipeline.messages import FinishReason
@@ -64,6 +65,29 @@ async def test_logprobs_equal_the_trainers_after_every_update_with_tied_embeddin
         completions = await engine.generate(group)
         assert {completion.token_versions[0] for completion in completions} == {history.newest}
         assert largest_gap(history.model, group, completions) < TOLERANCE
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+async def test_weights_are_exchanged_where_they_were_made_ready_and_else_replaced(
+    engine: VllmEngine, history: History, monkeypatch: pytest.MonkeyPatch, is_ready: bool
+) -> None:
+    given: list[set[str]] = []
+
+    async def noted(llm: Any, weights: dict[str, Any], *args: Any, **kwargs: Any) -> float:
+        given.append({*weights})
+        return await replace_weights(llm, weights, *args, **kwargs)
+
+    async def never(*args: Any) -> bool:
+        return False
+
+    monkeypatch.setattr("pipeline.engines.vllm.replace_weights", noted)
+    if not is_ready:
+        monkeypatch.setattr("pipeline.engines.vllm.are_prepared", never)
+    group = group_of([5, 6, 7, 8], ordinal=10)
+    for _ in range(2):
+        await engine.apply_weights(history.next())
+        assert largest_gap(history.model, group, await engine.generate(group)) < TOLERANCE
+    assert given == 2 * [{"prepared"} if is_ready else {"shared"}]
 
 
 async def test_an_update_in_mid_sequence_leaves_every_token_with_its_own_version(
@@ -297,3 +321,22 @@ async def test_an_engine_process_that_stands_still_is_noticed_and_can_be_ended(l
     await asyncio.gather(generating, return_exceptions=True)
     await last_engine.close()
     core.wait(10)  # raises where it is still there
+    for asked in (last_engine.sleep, last_engine.wake_up):
+        with pytest.raises(EngineError, match="not running"):
+            await asked()
+    assert await last_engine.so_far() == []
+    await last_engine.interrupt()
+
+
+async def test_weights_that_are_not_finite_never_reach_what_vllm_has_read(engine: VllmEngine, history: History) -> None:
+    """Once in its cache they would come back under later weights: there 0 * nan is added for places not in use."""
+    good = history.state(history.newest)
+    name = next(name for name in good.tensors if "v_proj" in name)
+    bad = np.frombuffer(good.tensors[name].data, dtype=np.float32).copy()
+    bad[0] = np.nan
+    tensors = good.tensors | {name: replace(good.tensors[name], data=bad.view(np.uint8).data)}
+    with pytest.raises(WeightError, match=f"{name} has values that are not finite"):
+        await engine.apply_weights(replace(good, weight_version=history.newest + 1, tensors=tensors))
+    assert engine.weight_version == history.newest
+    group = group_of([5, 6, 7], ordinal=160)
+    assert largest_gap(history.model, group, await engine.generate(group)) < TOLERANCE
