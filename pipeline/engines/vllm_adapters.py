@@ -9,7 +9,6 @@ killed left of them is removed by the next one.
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import time
 from collections.abc import Collection
@@ -21,7 +20,7 @@ from pipeline.config import LoraSettings
 from pipeline.errors import EngineLostError, WeightError
 from pipeline.models.weights import host_tensor
 from pipeline.weights import WeightState
-from pipeline.weights.meeting import enter, leave, remove_abandoned
+from pipeline.weights.meeting import OwnFolder
 
 _MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 _PREFIX, _DEFAULT = "base_model.model.", ".default."
@@ -44,9 +43,7 @@ class AdapterShelf:
         self._max_live = int(llm.vllm_config.lora_config.max_loras)
         self._live: list[Adapter] = []
         self._num_loaded = 0
-        self._folder = Path(tempfile.mkdtemp(prefix=f"rollstream-{os.getuid()}-", dir=_MEMORY))
-        self._users = enter(self._folder)
-        remove_abandoned(self._folder)
+        self._folder = OwnFolder(_MEMORY)
 
     @property
     def newest(self) -> Adapter | None:
@@ -72,7 +69,7 @@ class AdapterShelf:
 
         self._num_loaded += 1
         try:
-            with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            with tempfile.TemporaryDirectory(dir=self._folder.path) as folder:
                 self._write(Path(folder), state)
                 request = LoRARequest(f"version-{state.weight_version}-{self._num_loaded}", self._num_loaded, folder)
                 started = time.perf_counter()
@@ -94,8 +91,8 @@ class AdapterShelf:
             self._live.remove(adapter)
 
     def close(self) -> None:
-        """Nothing is loaded any more. Not safe to call twice."""
-        leave(self._folder, self._users)
+        """Nothing is loaded any more. Safe to call twice."""
+        self._folder.close()
 
     def _write(self, folder: Path, state: WeightState) -> None:
         """The adapter as PEFT saves it."""

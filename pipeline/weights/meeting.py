@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 from pipeline.places import make_folder
@@ -37,6 +38,24 @@ def leave(folder: Path, users: int) -> None:
                 path.unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
     os.close(users)
+
+
+class OwnFolder:
+    """A folder of this process, gone when it is closed; one that was killed leaves it to the next to be removed.
+
+    parent: where it lies; None for where temporary files do. Raises OSError.
+    """
+
+    def __init__(self, parent: str | None = None) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=f"rollstream-{os.getuid()}-", dir=parent))
+        self._users: int | None = enter(self.path)
+        remove_abandoned(self.path)
+
+    def close(self) -> None:
+        """Remove it. Safe to call twice."""
+        users, self._users = self._users, None
+        if users is not None:
+            leave(self.path, users)
 
 
 def _is_at(fd: int, path: Path) -> bool:

@@ -6,6 +6,7 @@ No test needs another: whichever comes first finds an engine with weights, also 
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -73,11 +74,13 @@ async def started(
     )
     engine = VllmEngine(config)
     await engine.start()
-    client = engine._llm.engine_core
+    client, sockets = engine._llm.engine_core, Path(os.environ["VLLM_RPC_BASE_PATH"])
+    assert len(os.listdir(sockets)) > 1, "beside the lock of who uses it"
     try:
         yield engine
     finally:
         await engine.close()
+        assert sockets.name not in os.listdir(sockets.parent)
         assert client.resources.ctx.closed, "or it would be closed, with a warning, when the collector finds it"
 
 
