@@ -114,7 +114,7 @@ async def test_a_server_that_only_fails_at_tokens_is_left_out_until_it_has_drawn
 ) -> None:
     bad, good = serve(behave), serve(fine)
     bad.passes_trials = False
-    engine = await start(bad, good)
+    engine = await start(bad, good, stall_s=1.0)
     async with asyncio.timeout(60):
         while bad.num_trials < 2:
             await engine.generate(group_of([4, 5], group_size=4))
@@ -134,7 +134,7 @@ async def test_a_group_is_not_to_blame_for_servers_that_hang(
     monkeypatch.setattr("pipeline.engines.openai_group._MAX_ATTEMPTS", 1)
     server = serve(hanging)
     server.passes_trials = False
-    engine = await start(server)
+    engine = await start(server, stall_s=1.0)
     async with asyncio.timeout(60):
         with pytest.raises(EngineLostError, match=r"no server for 1 s: .*(got no token|gave none) in 1 s"):
             await engine.generate(group_of([4, 5], group_size=2))
