@@ -26,7 +26,7 @@ from pipeline.engines.vllm_options import engine_arguments, prepare_environment,
 from pipeline.engines.vllm_outputs import Segment, TokenCounter, all_of, drafts_of
 from pipeline.engines.vllm_requests import completion_text, token_limit
 from pipeline.engines.vllm_start import Sockets, close_connections, draw_one_token, start_engine
-from pipeline.engines.vllm_updates import are_prepared, replace_weights, unless_dead
+from pipeline.engines.vllm_updates import replace_weights, unless_dead
 from pipeline.errors import EngineError, EngineLostError, ModelError, WeightError
 from pipeline.logs import get_logger
 from pipeline.messages import Completion, PartialGroup, PromptGroup
@@ -231,11 +231,10 @@ class VllmEngine:
 
     async def _replace(self, state: WeightState) -> float:
         shared = await asyncio.to_thread(self._shared.write, state)
-        llm, version = self._running(), state.weight_version
+        llm = self._running()
         is_recomputed = self._config.generation.kv_on_update == "recompute"
         try:
-            weights = {"prepared": version} if await are_prepared(llm, shared, version) else {"shared": shared}
-            pause_s = await replace_weights(llm, weights, version, is_recomputed=is_recomputed)
+            pause_s = await replace_weights(llm, shared, state.weight_version, is_recomputed=is_recomputed)
         except WeightError as error:
             await self._quarantine(state.weight_version, error)
             raise

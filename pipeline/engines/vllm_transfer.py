@@ -8,7 +8,7 @@ between two steps of the engine, and touches nothing before all tensors are ther
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,6 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from pipeline.config import LoraSettings, ModelSettings
 from pipeline.engines.shared_weights import SharedReader
 from pipeline.engines.vllm_pull import Base, WeightPull
-from pipeline.engines.vllm_spare import Spare
 from pipeline.errors import WeightError
 from pipeline.models.weights import dtype_named, host_tensor
 from pipeline.weights import WeightKind
@@ -37,19 +36,17 @@ OWNED_S = 15.0
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """What may be agreed on beforehand; may come again and again, and never takes long.
 
-    shared, proof: memory of `SharedWeights.write`, only to find out whether it can be mapped here, and its content in
-    hexadecimal digits, since another machine may have something else under the same path. publisher, settings: fields
-    of `Endpoints` and `WeightSettings`; the worker begins to fetch the newest version above `newer_than`, and goes on
-    generating. lora: fields of `LoraSettings`, where it fetches adapters and is to merge them into the weights below.
-    prepared: of the weights in `shared`, the version for which the worker makes everything ready beside what it
-    computes with, so that only an exchange is left. owner: takes the worker for itself for `OWNED_S`, or keeps it;
-    two that give weights at once would label each other's tokens.
+    shared, proof: memory of `SharedWeights.write`, only to find out whether it can be mapped here, and
+    its content in hexadecimal digits, since another machine may have something else under the same path.
+    publisher, settings: fields of `Endpoints` and `WeightSettings`; the worker begins to fetch the
+    newest version above `newer_than`, and goes on generating. lora: fields of `LoraSettings`, where it
+    fetches adapters and is to merge them into the weights below. owner: takes the worker for itself for
+    `OWNED_S`, or keeps it; two that give weights at once would label each other's tokens.
     """
 
     owner: str = ""
     shared: Mapping[str, Any] | None = None
     proof: str = ""
-    prepared: int | None = None
     publisher: Mapping[str, str] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     newer_than: int = -1
@@ -58,16 +55,14 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """One of them. shared: what `SharedWeights.write` returned in a process of this machine.
+    """One of both. shared: what `SharedWeights.write` returned in a process of this machine.
 
-    pulled: the version that this worker has fetched. prepared: the one that it has made ready. owner: refused while
-    another has the worker.
+    pulled: the version that this worker has fetched. owner: refused while another has the worker.
     """
 
     owner: str = ""
     shared: Mapping[str, Any] | None = None
     pulled: int | None = None
-    prepared: int | None = None
 
 
 class RollstreamTransfer(WeightTransferEngine):  # type: ignore[misc]
@@ -80,8 +75,6 @@ class RollstreamTransfer(WeightTransferEngine):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._reader = SharedReader()
         self._pull = WeightPull()
-        is_eager = self.device.type == "cpu" and self.model_config.enforce_eager
-        self._spare = Spare(self.model) if is_eager and Spare.is_possible(self.model) else None
         self._owner, self._owned_until = "", 0.0
 
     @property
@@ -89,22 +82,11 @@ class RollstreamTransfer(WeightTransferEngine):  # type: ignore[misc]
         """Which version was fetched and waits, as plain values."""
         return self._pull.status
 
-    @property
-    def spare_status(self) -> dict[str, Any] | None:
-        """For which version everything was made ready, as plain values; None where that is not possible."""
-        return self._spare.status if self._spare is not None else None
-
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Try the shared memory, begin to fetch or to prepare.
-
-        Raises WeightError: another owner, memory that cannot be mapped.
-        """
+        """Try the shared memory, begin to fetch. Raises WeightError: another owner, memory that cannot be mapped."""
         if init_info.owner:
             self._own(init_info.owner)
-        if init_info.shared is not None and init_info.prepared is not None:
-            if self._spare is not None:
-                self._spare.prepare(self._shared_tensors(init_info.shared), init_info.prepared)
-        elif init_info.shared is not None:
+        if init_info.shared is not None:
             found = b"".join(bytes(data) for _, data in self._reader.read(init_info.shared))
             if found.hex() != init_info.proof:
                 raise WeightError(f"{init_info.shared['path']} is not the memory that was meant")
@@ -123,10 +105,7 @@ class RollstreamTransfer(WeightTransferEngine):  # type: ignore[misc]
         """Load one set of tensors. Raises WeightError before anything is touched, or whatever vLLM raises after."""
         info = self.parse_update_info(update_info)
         self._own(info.owner)
-        if info.prepared is not None and self._spare is not None:
-            self._spare.exchange(info.prepared)
-        else:
-            self.receive_weights(info)
+        self.receive_weights(info)
         self._own(info.owner)
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
@@ -156,7 +135,7 @@ class RollstreamTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def _tensors(self, update_info: UpdateInfo) -> list[tuple[str, torch.Tensor]]:
         if update_info.shared is not None:
-            return list(self._shared_tensors(update_info.shared))
+            return [(item.name, _tensor(item, data)) for item, data in self._reader.read(update_info.shared)]
         if update_info.pulled is None:
             raise WeightError("the update names neither shared memory nor a version that was fetched")
         state = self._pull.take(update_info.pulled)
@@ -164,17 +143,12 @@ class RollstreamTransfer(WeightTransferEngine):  # type: ignore[misc]
             raise WeightError(f"version {update_info.pulled} is of kind {state.kind.value}, vLLM takes full weights")
         return [(name, host_tensor(tensor)) for name, tensor in state.tensors.items()]
 
-    def _shared_tensors(self, shared: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((item.name, _tensor(item, data)) for item, data in self._reader.read(shared))
-
     def finish_weight_update(self) -> None:
         """Nothing to do: an update is complete when it returns."""
 
     def shutdown(self) -> None:
-        """Forget the shared memory, fetch and prepare no more, belong to nobody."""
+        """Forget the shared memory, fetch no more, belong to nobody."""
         self._owner = ""
-        if self._spare is not None:
-            self._spare.forget()
         self._reader.close()
         self._pull.close()
 

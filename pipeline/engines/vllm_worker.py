@@ -1,7 +1,7 @@
 """What a worker of a vLLM server tells a generator: `--worker-extension-cls pipeline.engines.vllm_worker.Extension`.
 
-In: nothing. Out: how far the worker is with fetching weights, and with making them ready. vLLM's own routes for
-weights return nothing, and a worker that fetches for itself knows best which version it got.
+In: nothing. Out: how far the worker is with fetching weights. vLLM's own routes for weights return
+nothing, and a worker that fetches for itself knows best which version it got.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Any
 
 PATH = "pipeline.engines.vllm_worker.Extension"
 STATUS = "rollstream_pull_status"
-SPARE_STATUS = "rollstream_spare_status"
 
 
 class Extension:
@@ -21,9 +20,4 @@ class Extension:
     def rollstream_pull_status(self) -> dict[str, Any]:
         """`WeightPull.status` of this worker."""
         status: dict[str, Any] = self.weight_transfer_engine.pull_status
-        return status
-
-    def rollstream_spare_status(self) -> dict[str, Any] | None:
-        """`Spare.status` of this worker; None where it has no such thing."""
-        status: dict[str, Any] | None = self.weight_transfer_engine.spare_status
         return status

@@ -201,7 +201,7 @@ async def asked_without_error(run: Run, prometheus: Prometheus) -> None:
     firing = {item["labels"]["alertname"]: item for item in (await prometheus.ask("alerts"))["alerts"]}
     for alert, words in {
         "RollstreamDeadLetters": f"1 groups of {name} were set aside",
-        "RollstreamWorkerLost": f"1 generators of {name} are gone",
+        "RollstreamWorkerLost": f"Gone without a word in {name}: 1 of role generator",
     }.items():
         said = firing[alert]["annotations"]
         assert words in said["summary"]

@@ -17,7 +17,6 @@ import pytest_asyncio
 
 from pipeline.engines.shared_weights import SharedWeights
 from pipeline.engines.vllm import VllmEngine
-from pipeline.engines.vllm_updates import replace_weights
 from pipeline.errors import EngineError, WeightError
 from pipeline.weights import WeightState
 from tests.engines.conftest import group_of
@@ -40,29 +39,6 @@ async def kept(model_path: Path, history: History) -> AsyncIterator[Kept]:
     kept = Kept(lambda: started(model_path, kv_on_update="recompute"), history)
     yield kept
     await kept.end()
-
-
-@pytest.mark.parametrize("is_ready", [True, False])
-async def test_weights_are_exchanged_where_they_were_made_ready_and_else_replaced(
-    engine: VllmEngine, history: History, monkeypatch: pytest.MonkeyPatch, is_ready: bool
-) -> None:
-    given: list[set[str]] = []
-
-    async def noted(llm: Any, weights: dict[str, Any], *args: Any, **kwargs: Any) -> float:
-        given.append({*weights})
-        return await replace_weights(llm, weights, *args, **kwargs)
-
-    async def never(*args: Any) -> bool:
-        return False
-
-    monkeypatch.setattr("pipeline.engines.vllm.replace_weights", noted)
-    if not is_ready:
-        monkeypatch.setattr("pipeline.engines.vllm.are_prepared", never)
-    group = group_of([5, 6, 7, 8], ordinal=10)
-    for _ in range(2):
-        await engine.apply_weights(history.next())
-        assert largest_gap(history.model, group, await engine.generate(group)) < TOLERANCE
-    assert given == 2 * [{"prepared"} if is_ready else {"shared"}]
 
 
 async def test_weights_that_do_not_fit_leave_the_old_version_serving(engine: VllmEngine, history: History) -> None:
