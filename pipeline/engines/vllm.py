@@ -25,7 +25,7 @@ from pipeline.engines.vllm_model import ServedModel
 from pipeline.engines.vllm_options import engine_arguments, prepare_environment, require_installed
 from pipeline.engines.vllm_outputs import Segment, TokenCounter, all_of, drafts_of
 from pipeline.engines.vllm_requests import completion_text, token_limit
-from pipeline.engines.vllm_start import Sockets, close_connections, draw_one_token, start_engine
+from pipeline.engines.vllm_start import close_connections, draw_one_token, start_engine
 from pipeline.engines.vllm_updates import replace_weights, unless_dead
 from pipeline.errors import EngineError, EngineLostError, ModelError, WeightError
 from pipeline.logs import get_logger
@@ -47,7 +47,6 @@ class VllmEngine:
         self._llm: Any = None
         self._model: ServedModel | None = None
         self._shared = SharedWeights()
-        self._sockets: Sockets | None = None
         self._adapters: AdapterShelf | None = None
         self._version: int | None = None
         self._counter = TokenCounter()
@@ -163,8 +162,6 @@ class VllmEngine:
             close_connections(core)
             gc.collect()  # what is left of it for the end of the interpreter complains then
         self._shared.close()
-        if self._sockets is not None:
-            self._sockets.close()
 
     # Generating
 
@@ -282,7 +279,6 @@ class VllmEngine:
 
     def _load(self) -> ServedModel:
         config = self._config
-        self._sockets = Sockets(os.environ)
         prepare_environment(config.generation, os.environ)
         device = resolve_device(config.generation.device)
         dtype = resolve_dtype(config.generation.dtype, device)

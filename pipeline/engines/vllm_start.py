@@ -8,39 +8,19 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import MutableMapping
 from typing import Any
 
 from pipeline.engines.vllm_options import installed_version
 from pipeline.engines.vllm_outputs import TokenCounter
 from pipeline.errors import ConfigError, EngineLostError, ModelError
 from pipeline.logs import get_logger
-from pipeline.weights.meeting import OwnFolder
 
 _NO_MASKS = "sampling distribution replay requires"
 _NO_EXPERTS = re.compile(r"\s*(?:Value error, )?(.*(?:Model Runner V2|AuxOutput|outed-experts)[^\n\[]*)")
 _END_S = 1.0
-_SOCKETS = "VLLM_RPC_BASE_PATH"
 _FIRST_VERSION = "0.32"  # its outputs say which weights drew each token
 
 log = get_logger()
-
-
-class Sockets:
-    """A folder for vLLM's sockets, which it leaves behind when it is killed; none where the user has named one."""
-
-    def __init__(self, environ: MutableMapping[str, str]) -> None:
-        self._environ = environ
-        self._folder = None if _SOCKETS in environ else OwnFolder()
-        if self._folder is not None:
-            environ[_SOCKETS] = str(self._folder.path)
-
-    def close(self) -> None:
-        """Remove it. Safe to call twice."""
-        if self._folder is not None:
-            self._environ.pop(_SOCKETS, None)
-            self._folder.close()
-            self._folder = None
 
 
 def start_engine(arguments: dict[str, Any], counter: TokenCounter) -> tuple[Any, bool]:

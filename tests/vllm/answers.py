@@ -19,13 +19,17 @@ def config_for(model: ModelSettings, *urls: str, lora: LoraSettings | None = Non
 
 
 def assert_drawn_by(
-    trainer: torch.nn.Module, group: PromptGroup, completion: Completion | UnfinishedCompletion
+    trainer: torch.nn.Module,
+    group: PromptGroup,
+    completion: Completion | UnfinishedCompletion,
+    *,
+    tolerance: float = 1e-4,
 ) -> None:
     """Logprobs are those of a plain forward pass of the trainer's model."""
     ids = torch.tensor(completion.token_ids.astype(np.int64))[:, None]
     scaled = plain_logits(trainer, group, completion) / group.sampling.temperature
     expected = scaled.log_softmax(-1).gather(1, ids)[:, 0].numpy()
-    np.testing.assert_allclose(completion.generator_logprobs, expected, atol=1e-4)
+    np.testing.assert_allclose(completion.generator_logprobs, expected, atol=tolerance)
 
 
 def assert_serves(server: Server, trainer: torch.nn.Module, label: str) -> None:

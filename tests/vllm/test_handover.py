@@ -73,7 +73,8 @@ async def test_what_a_drained_generator_had_of_a_server_goes_on_from_the_exact_p
         assert partial.num_tokens >= 100
         for begun in partial.unfinished.values():
             assert set(begun.token_versions) == {0}
-            assert_drawn_by(endless(model), group, begun)
+            # Its logits are three times as large as others, and so is what rounding makes of them.
+            assert_drawn_by(endless(model), group, begun, tolerance=3e-4)
         await second.start()
         await second.apply_weights(state_of(uniform(model), 1))
         completions = await second.generate(group, partial)

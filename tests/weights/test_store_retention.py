@@ -104,12 +104,12 @@ async def test_a_publisher_that_is_always_faster_starves_no_reader_within_the_gr
     stop = threading.Event()
 
     def hammer(publisher: StorePublisher) -> None:
-        for version in itertools.count():
-            if stop.is_set():
-                return
-            publisher.publish(state_of(version))
+        """Several versions for each that can be read; more would only be files to remove."""
+        versions = itertools.count()
+        while not stop.wait(0.02):
+            publisher.publish(state_of(next(versions)))
 
-    slow = settings_for(str(tmp_path), store_grace_s=20.0, max_mbit_per_s=32.0, encoding="snapshot")
+    slow = settings_for(str(tmp_path), store_grace_s=5.0, max_mbit_per_s=32.0, encoding="snapshot")
     with publishing(slow) as publisher:
         thread = threading.Thread(target=hammer, args=(publisher,))
         thread.start()
