@@ -21,7 +21,11 @@ def stepped(model: torch.nn.Module, *, seed: int, amount: float) -> torch.nn.Mod
 
 
 class History:
-    """Versions from 0 on, each a step of size `amount` further in a random direction."""
+    """Versions from 0 on, each a step of size `amount` away from the first, in a random direction of its own.
+
+    They do not add up: of weights that grow with every update a fast machine would get larger ones than a slow
+    one, and larger logits, of which rounding leaves more.
+    """
 
     def __init__(self, model: torch.nn.Module, *, amount: float = 0.05) -> None:
         self._amount = amount
@@ -36,7 +40,7 @@ class History:
     def next(self) -> WeightState:
         """The next version, as a trainer would publish it."""
         if self._num_given == len(self._models):
-            self._models.append(stepped(copy.deepcopy(self._models[-1]), seed=self._num_given, amount=self._amount))
+            self._models.append(stepped(copy.deepcopy(self._models[0]), seed=self._num_given, amount=self._amount))
         self._num_given += 1
         return self.state(self.newest)
 
