@@ -20,7 +20,6 @@ from pipeline.rates import WINDOW_S
 STAGE_TIMES = {"generator": "generation_s", "scorer": "scoring_s", "teacher": "teaching_s", "judge": "judging_s"}
 """Role -> field that says how long groups were in its stage."""
 _HOPS = {"generator": "generated", "scorer": "scored", "teacher": "taught", "judge": "judged"}
-WAITS_FOR_GROUPS = "scored groups"  # what a trainer says then
 # A trainer that waits less than this share of the time is the slowest stage itself.
 _WAITING_SHARE = 0.2
 

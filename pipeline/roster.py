@@ -11,6 +11,7 @@ import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
@@ -28,6 +29,15 @@ def new_worker_id(role: str) -> str:
     """Readable and unique: role, host, process, and eight random hex digits."""
     host = socket.gethostname().split(".", maxsplit=1)[0] or "host"
     return f"{role}-{host}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+class WaitCause(StrEnum):
+    """What kind of thing a worker waits for. The words beside it are for people; conclusions are drawn from this."""
+
+    GROUPS = "groups"
+    WEIGHTS = "weights"
+    REDIS = "redis"
+    OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

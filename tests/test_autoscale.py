@@ -106,11 +106,11 @@ def test_samples_become_the_fewest_that_waited_and_the_mean_in_work() -> None:
 
 def test_a_wait_that_is_over_and_not_yet_counted_is_not_taken_back() -> None:
     clock = IdleClock()
-    waiting = {"idle_s": 100.0, "waited_s": 40.0, "waiting_for": "scored groups"}
-    in_step = {"idle_s": 100.0, "waited_s": 0.0, "waiting_for": None}
-    counted = {"idle_s": 150.0, "waited_s": 0.0, "waiting_for": None}
+    waiting = {"idle_s": 100.0, "waited_s": 40.0, "wait_cause": "groups"}
+    in_step = {"idle_s": 100.0, "waited_s": 0.0, "wait_cause": None}
+    counted = {"idle_s": 150.0, "waited_s": 0.0, "wait_cause": None}
     assert [clock.read("t", said) for said in (waiting, in_step, counted)] == [140, 140, 150]
-    assert clock.read("t", {**counted, "waited_s": 30.0, "waiting_for": "Redis (no answer)"}) == 150
+    assert clock.read("t", {**counted, "waited_s": 30.0, "wait_cause": "redis"}) == 150
     assert clock.read("u", in_step) == 100, "another trainer"
 
 

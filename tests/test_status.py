@@ -85,7 +85,11 @@ def test_a_missing_stage_blocks(role: str) -> None:
 
 
 def test_generators_that_all_wait_for_weights_are_named() -> None:
-    workers = [worker("generator", waiting_for="weights of version 3"), worker("scorer"), worker("trainer")]
+    workers = [
+        worker("generator", waiting_for="weights of version 3", wait_cause="weights"),
+        worker("scorer"),
+        worker("trainer"),
+    ]
     found = limit(depths(8), workers)
     assert (found.stage, found.is_blocked) == ("weights", False)
     assert "8 groups wait in prompts" in found.reason
@@ -93,13 +97,18 @@ def test_generators_that_all_wait_for_weights_are_named() -> None:
     assert limit(depths(8), stuck).is_blocked
 
 
+def test_a_wait_for_the_last_evaluation_is_no_wait_for_weights() -> None:
+    ending = worker("trainer", waiting_for="evaluation of the final weights", wait_cause="other")
+    assert limit(depths(0, 0, 3), [*everyone()[:2], ending]).stage == "trainer"
+
+
 def test_one_generator_that_waits_while_another_works_limits_nothing() -> None:
-    workers = [worker("generator", waiting_for="weights"), *everyone()]
+    workers = [worker("generator", waiting_for="weights", wait_cause="weights"), *everyone()]
     assert limit(depths(8, 1), workers).stage == "generator"
 
 
 def test_trainer_that_starts_is_waited_for() -> None:
-    workers = [*everyone()[:2], worker("trainer", ready=False, waiting_for="its model to load")]
+    workers = [*everyone()[:2], worker("trainer", ready=False, waiting_for="its model to load", wait_cause="other")]
     assert limit(depths(), workers).reason == "the trainer waits for its model to load"
 
 
@@ -114,7 +123,7 @@ def test_a_trainer_that_has_a_part_of_a_batch_does_not_hide_the_scorer_whose_rew
     workers = [
         generator,
         worker("scorer", **{**scorer.status, "in_reward": "judge", "in_reward_s": 58.0}),
-        worker("trainer", **{**trainer.status, "waiting_for": "scored groups"}),
+        worker("trainer", **{**trainer.status, "waiting_for": "scored groups", "wait_cause": "groups"}),
     ]
     found = limit(depths(0, 5, 2, pending=9), workers)
     assert (found.stage, found.is_blocked) == ("scorer", True)
@@ -137,7 +146,10 @@ def test_trainer_that_feeds_nothing_is_named() -> None:
 
 def test_a_trainer_in_the_middle_of_a_long_step_blocks_nothing() -> None:
     busy = worker("trainer", progress_age_s=300, busy_with="an optimiser step", busy_s=290.0)
-    others = [worker("generator", progress_age_s=300, waiting_for="weights of version 3"), worker("scorer")]
+    others = [
+        worker("generator", progress_age_s=300, waiting_for="weights of version 3", wait_cause="weights"),
+        worker("scorer"),
+    ]
     others = [worker(seen.role, **{**seen.status, "progress_age_s": 300}) for seen in others]
     found = limit(depths(2, 0, 4, pending=4), [*others, busy])
     assert not found.is_blocked

@@ -16,6 +16,7 @@ from pipeline.engines.watchdog import Watchdog
 from pipeline.keys import Stream
 from pipeline.messages import PromptGroup, RolloutGroup
 from pipeline.partials import Partials
+from pipeline.roster import WaitCause
 from pipeline.run.following import WeightFollower
 from pipeline.streams import Entry, Lease
 from pipeline.wire import decode, encode
@@ -130,7 +131,7 @@ class GenerationWork:
         while not context.draining.is_set() and not self._is_fresh():
             started = time.monotonic()
             self._say_progress()
-            context.waiting_for(self._missing_weights())
+            context.waiting_for(self._missing_weights(), WaitCause.WEIGHTS)
             self.version_changed.clear()
             await context.wait_for_any(self.version_changed, timeout_s=_FRESHNESS_WAIT_S)
             context.metrics.idle_seconds_total.labels(cause="stale_weights").inc(time.monotonic() - started)

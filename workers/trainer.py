@@ -24,8 +24,8 @@ from pipeline.evaluation import EvaluationReport, Evaluator
 from pipeline.feeder import Feeder
 from pipeline.filters import group_reward
 from pipeline.learner import Learner
-from pipeline.pace import WAITS_FOR_GROUPS
 from pipeline.ranks.place import check_settings, place_of
+from pipeline.roster import WaitCause
 from pipeline.run.data import RunData, load_run_data
 from pipeline.run.progress import Progress
 from pipeline.run.publishing import Publishing
@@ -152,7 +152,7 @@ class Trainer:
     def _say_waiting(self, num_dropped: int, num_dead: int) -> None:
         self._slots_freed.set()
         self._count_groups()
-        self._context.waiting_for(WAITS_FOR_GROUPS)
+        self._context.waiting_for("scored groups", WaitCause.GROUPS)
         self._context.set_status(
             dead_in_step=num_dead,
             dropped_in_step=num_dropped,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pipeline.config import AutoscaleSettings
 from pipeline.keys import TAKEN_BY, Stream
 from pipeline.messages import Json
-from pipeline.pace import WAITS_FOR_GROUPS
+from pipeline.roster import WaitCause
 from pipeline.scaling import SCALED_ROLES
 
 SOURCES: dict[str, Stream] = {role: stream for stream, role in TAKEN_BY.items() if role in SCALED_ROLES}
@@ -140,7 +140,7 @@ class IdleClock:
             float(value) if isinstance(value := status.get(name), (int, float)) else 0.0
             for name in ("idle_s", "waited_s")
         )
-        now_s = idle_s + (waited_s if status.get("waiting_for") == WAITS_FOR_GROUPS else 0.0)
+        now_s = idle_s + (waited_s if status.get("wait_cause") == WaitCause.GROUPS else 0.0)
         self._idle_s = max(self._idle_s, now_s) if trainer == self._trainer else now_s
         self._trainer = trainer
         return self._idle_s

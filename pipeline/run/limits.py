@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from pipeline.errors import few
 from pipeline.keys import TAKEN_BY, Stream
 from pipeline.messages import Json
 from pipeline.queues.leases import Death
 from pipeline.queues.ledger import Depth
-from pipeline.roster import RunFacts, WorkerInfo
+from pipeline.roster import RunFacts, WaitCause, WorkerInfo
 
 _STALE_WEIGHTS_RATIO = 0.3
 _STALLED_AFTER_S = 35.0  # log and alert, which wait a little themselves, then name the stage within a minute
@@ -128,12 +127,14 @@ def _lost_groups(alive: Sequence[WorkerInfo], last_death: Death | None) -> Limit
 def _waiting_worker(streams: Mapping[Stream, Depth], alive: Sequence[WorkerInfo]) -> Limit | None:
     """A stage whose workers all wait for something other than work, though there is work."""
     for stream, role in _stages(streams):
-        waits = [cast("str | None", worker.status.get("waiting_for")) for worker in alive if worker.role == role]
+        ours = [worker for worker in alive if worker.role == role]
+        waits = [worker.status.get("waiting_for") for worker in ours]
+        causes = [worker.status.get("wait_cause") for worker in ours]
         if role == "trainer" and not _is_ready(alive, role):
             return Limit(stage=role, reason=f"the trainer waits for {waits[0]}" if waits[0] else "the trainer starts")
-        if streams[stream].backlog == 0 or not all(waits) or any("groups" in str(wait) for wait in waits):
+        if streams[stream].backlog == 0 or any(cause in (None, WaitCause.GROUPS) for cause in causes):
             continue  # Nothing to do, someone at work, or only just told of the work there is.
-        stage = "weights" if all("weights" in str(wait) for wait in waits) else role
+        stage = "weights" if all(cause == WaitCause.WEIGHTS for cause in causes) else role
         who = f"the {role}" if len(waits) == 1 else f"all {len(waits)} {role}s"
         verb = "waits" if len(waits) == 1 else "wait"
         return Limit(
@@ -167,8 +168,8 @@ def _stalled(streams: Mapping[Stream, Depth], alive: Sequence[WorkerInfo]) -> Li
 
 def _is_collecting(role: str, alive: Sequence[WorkerInfo]) -> bool:
     """Whether what this stage holds is too little for it to begin: a trainer with a part of a batch."""
-    waits = [worker.status.get("waiting_for") for worker in alive if worker.role == role]
-    return role == "trainer" and all("groups" in str(wait) for wait in waits)
+    causes = [worker.status.get("wait_cause") for worker in alive if worker.role == role]
+    return role == "trainer" and all(cause == WaitCause.GROUPS for cause in causes)
 
 
 def _longest_call(role: str, alive: Sequence[WorkerInfo]) -> str:

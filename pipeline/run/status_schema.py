@@ -100,6 +100,7 @@ SAID: Mapping[str, tuple[tuple[str, ...], str]] = {
     "state": (("string",), "starting, waiting, running, paused or draining."),
     "ready": (("boolean",), "Whether it can do its work."),
     "waiting_for": (("string", "null"), "What it waits for."),
+    "wait_cause": (("string", "null"), "What kind of thing that is: groups, weights, redis or other."),
     "waited_s": (("number",), "Since when, in seconds."),
     "in_reward": (
         ("string", "null"),

@@ -17,6 +17,7 @@ from pipeline.logs import get_logger
 from pipeline.metrics import Metrics
 from pipeline.queues.connection import connect, passes, refusal
 from pipeline.queues.leases import LeaseKeeper
+from pipeline.roster import WaitCause
 from pipeline.settings.files import fingerprint, server_name, show
 from pipeline.streams import Streams
 from pipeline.worker.context import WorkerContext
@@ -41,7 +42,7 @@ class Arrival:
 
         Raises ConfigError when Redis refuses the worker, RunConflictError when the run does.
         """
-        self._state.wait_for(REDIS)
+        self._state.wait_for(REDIS, WaitCause.REDIS)
         context = self._context(redis)
         async with connect(self._config.redis, retries=0) as probe:
             while not self._state.draining.is_set():
@@ -53,7 +54,7 @@ class Arrival:
                     if why := refusal(error):
                         raise ConfigError(f"{server_name(self._config.redis)}: {why}") from None
                     # Whatever else it says may pass: starting, loading, full, read-only, not there.
-                    self._state.wait_for(f"{REDIS} ({error})")
+                    self._state.wait_for(f"{REDIS} ({error})", WaitCause.REDIS)
                 await self._state.wait_for_any(timeout_s=_RETRY_S)
         return None
 

@@ -19,6 +19,7 @@ from pipeline.fleet import Fleet
 from pipeline.keys import Keys
 from pipeline.metrics import Metrics
 from pipeline.queues.leases import LeaseKeeper
+from pipeline.roster import WaitCause
 from pipeline.streams import Streams
 from pipeline.worker.state import WorkerState
 
@@ -85,12 +86,12 @@ class WorkerContext:
             startup.settle()
         self.state.set_ready(is_ready)
 
-    def waiting_for(self, what: str | None) -> None:
-        """Say what is waited for; None when the wait is over.
+    def waiting_for(self, what: str | None, cause: WaitCause = WaitCause.OTHER) -> None:
+        """Say what is waited for, and what kind of thing it is; None when the wait is over.
 
         The log says it soon, then ever more seldom, and `rollstream status` shows it.
         """
-        self.state.wait_for(what)
+        self.state.wait_for(what, cause)
 
     @contextlib.contextmanager
     def busy_with(self, what: str) -> Iterator[None]:

@@ -25,6 +25,7 @@ from pipeline.fleet import new_worker_id
 from pipeline.logs import configure, get_logger, masked
 from pipeline.metrics import Metrics
 from pipeline.queues.connection import connect
+from pipeline.roster import WaitCause
 from pipeline.worker.arrival import Arrival
 from pipeline.worker.context import WorkerContext
 from pipeline.worker.health import HealthServer
@@ -192,7 +193,7 @@ class _Life:
         while True:
             state.turned()
             if waits.is_due(state.waiting_for, state.waited_s):
-                say = self._log.warning if state.lacks_redis else self._log.info
+                say = self._log.warning if state.wait_cause is WaitCause.REDIS else self._log.info
                 say("waiting", waiting_for=state.waiting_for, seconds=round(state.waited_s), run=self._config.run.name)
             await asyncio.sleep(_TURN_S)
 

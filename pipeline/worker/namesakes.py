@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from redis.exceptions import RedisError
 
 from pipeline.errors import few
+from pipeline.roster import WaitCause
 from pipeline.worker.context import WorkerContext
 
 _FOR_A_TRAINER = frozenset({"generator", "scorer", "teacher", "judge"})
@@ -23,7 +24,7 @@ async def name_similar_runs(context: WorkerContext) -> None:
     if context.role not in _FOR_A_TRAINER:
         return
     while context.run_version is None:
-        if context.state.waited_s < _PATIENCE_S or context.state.lacks_redis:
+        if context.state.waited_s < _PATIENCE_S or context.state.wait_cause is WaitCause.REDIS:
             await asyncio.sleep(_LOOK_EVERY_S)
             continue
         try:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from pipeline.errors import EngineLostError, MessageError, RollstreamError, UsageError
 from pipeline.keys import Stream
+from pipeline.roster import WaitCause
 from pipeline.route import next_stream
 from pipeline.streams import Entry, Lease, Moved
 from pipeline.worker.lifecycle import WorkerContext
@@ -123,7 +124,8 @@ class Stage:
         leases = await self._context.streams.claim(self._source, capacity, block_s=block_s)
         if not self._tasks:
             metrics.idle_seconds_total.labels(cause="no_input").inc(time.monotonic() - started)
-            self._context.waiting_for(None if leases else f"groups on the stream of {self._source.value}")
+            what = None if leases else f"groups on the stream of {self._source.value}"
+            self._context.waiting_for(what, WaitCause.GROUPS)
         for lease in self._context.keeper.hold(leases):
             metrics.groups_in_total.inc()
             metrics.queue_wait_seconds.observe(max(0.0, time.time() - lease.created_at))

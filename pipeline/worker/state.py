@@ -15,6 +15,7 @@ from typing import TypeVar
 from pipeline.fleet import Control
 from pipeline.json_values import plain_json
 from pipeline.messages import Json
+from pipeline.roster import WaitCause
 
 # The loop says that it turns twice a second; after this long without a word it counts as stuck.
 _STUCK_AFTER_S = 10.0
@@ -53,6 +54,7 @@ class WorkerState:
         self.is_ready = False
         self.outage: str | None = None
         self._wait: str | None = None
+        self._wait_cause = WaitCause.OTHER
         self._busy_with: str | None = None
         self._busy_since = 0.0
         self._waiting_since = 0.0
@@ -80,12 +82,15 @@ class WorkerState:
         return self.outage or self._wait
 
     @property
-    def lacks_redis(self) -> bool:
-        """Whether it is Redis that is waited for."""
-        return (self.waiting_for or "").startswith(REDIS)
+    def wait_cause(self) -> WaitCause | None:
+        """What kind of thing that is; None when nothing is waited for."""
+        if self.outage is not None:
+            return WaitCause.REDIS
+        return None if self._wait is None else self._wait_cause
 
-    def wait_for(self, what: str | None) -> None:
+    def wait_for(self, what: str | None, cause: WaitCause = WaitCause.OTHER) -> None:
         """Note what is waited for; None ends the wait. Another text continues the same wait."""
+        self._wait_cause = cause
         self._note_wait(self.outage, what)
 
     def miss_redis(self, why: str | None) -> None:
@@ -165,6 +170,7 @@ class WorkerState:
             "state": self.activity.value,
             "ready": self.can_work(),
             "waiting_for": self.waiting_for,
+            "wait_cause": self.wait_cause,
             "waited_s": round(self.waited_s, 1),
             "busy_with": self._busy_with,
             "busy_s": round(time.monotonic() - self._busy_since, 1) if self._busy_with else 0.0,
