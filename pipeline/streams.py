@@ -313,7 +313,7 @@ class Streams(Accounts):
             while left:
                 done, left = await self._scripts.call("release_all", _INDEX[stream], BATCH_GROUPS)
                 released += done
-        await self._remove(self._keys.replies, [self.consumer])
+        await self._accepted(lambda: self._redis.hdel(self._keys.replies, self.consumer))
         return released
 
     # Out of the streams
@@ -381,9 +381,5 @@ class Streams(Accounts):
         """These groups' effect is in a checkpoint on disk. Returns how many were uncommitted."""
         committed = 0
         for batch in batches(group_ids):
-            committed += await self._remove(self._keys.uncommitted, batch)
+            committed += await self._scripts.call("commit", batch)
         return committed
-
-    async def _remove(self, key: str, names: Sequence[str]) -> int:
-        """Fields of a hash; returns how many were there."""
-        return await self._accepted(lambda: self._redis.hdel(key, *names))

@@ -17,7 +17,8 @@ from pipeline.learner import ScriptedLearner
 from pipeline.metrics import Metrics
 from pipeline.prompts import PromptStatistics
 from pipeline.run.recovery import Recovery, TrainerState
-from pipeline.settings.files import load_config
+from pipeline.run.resumption import run_checkpoints
+from pipeline.settings.files import fingerprint, load_config
 from pipeline.wire import encode
 from pipeline.worker.arrival import Arrival
 from pipeline.worker.context import WorkerContext
@@ -145,6 +146,27 @@ async def test_a_checkpoint_knows_of_the_prompts_what_was_known_when_it_was_copi
     await successor.restore(ScriptedLearner(TrainerSettings(), StalenessSettings()), restored)
     assert restored.of_row(3) == (1, 0.5, 1)
     assert restored.coverage().seen == 1
+
+
+async def test_a_checkpoint_that_the_trainer_before_completes_at_the_last_moment_is_gone_on_from(
+    context: WorkerContext, redis: Redis, keys: Keys
+) -> None:
+    before = run_checkpoints(context.config)
+    before.take_over()
+    state = {"step": 8, "version": 8, "cursor": 16, "settings": dict(fingerprint(context.config))}
+
+    class Late(Recovery):
+        def _compare_settings(self) -> None:
+            before.save(8, learner=SlowLearner(), state={**state, "committed": ["a", "b"]})
+            super()._compare_settings()
+
+    await trained(redis, keys, "a", "b")
+    recovery = Late(context)
+    assert await recovery.become_the_trainer()
+    restored = await recovery.restore(SlowLearner(), PromptStatistics(1))
+    assert (restored.step, restored.version) == (8, 9)
+    assert await recovery.lost_groups() == []
+    assert await redis.hlen(keys.uncommitted) == 0  # type: ignore[misc]
 
 
 async def test_an_uncommitted_group_that_cannot_be_read_is_set_aside_and_the_others_are_fed_again(

@@ -95,6 +95,8 @@ class Recovery:
         await asyncio.to_thread(self._compare_settings)
         self.remember(0)
         await asyncio.to_thread(self._checkpoints.take_over)
+        # Until now the trainer before this one could complete another, which counts.
+        self._checkpoint = await asyncio.to_thread(checkpoint_to_go_on_from, context.config)
         return True
 
     async def _check_identity(self) -> None:

@@ -34,12 +34,14 @@ async def test_what_a_replaced_trainer_asks_is_refused_and_changes_nothing(
     assert await fleet.acquire_trainer("successor", 30.0)
     successor.fence = "successor"
     await fleet.set_endpoints(_at("successor"), trainer="successor")
+    await redis.hset(keys.uncommitted, "trained", b"p")  # type: ignore[misc]
     before = await successor.ledger()
     for refused in (
         stale.finish_training(scored, {lease.group_id: b"p" for lease in scored}),
         stale.feed(entries(1, first=2), limit=10),
         stale.drop(scored[:1], DropReason.STALE),
         stale.dead_letter(scored[0], "late"),
+        stale.commit(["trained"]),
         fleet.set_version(4, trainer="stale"),
         fleet.set_endpoints(_at("stale"), trainer="stale"),
     ):
