@@ -74,8 +74,8 @@ USERS = {
     "operator": Access(
         keys=("pattern",), commands=f"{_CONNECTION} {_PRESENCE} {_GROUPS} {_TRAINING} {_WATCHING} {_OPERATING}"
     ),
-    # KEDA, or whatever else counts what waits and starts workers.
-    "autoscaler": Access(keys=(), reads=("streams",), commands="xinfo|groups xpending xlen"),
+    # KEDA, or whatever else counts what waits and starts workers. KEDA asks for the version of the server before each.
+    "autoscaler": Access(keys=(), reads=("streams",), commands="info xinfo|groups xpending xlen"),
 }
 # For probes: any password will do, and all that it may say is PING.
 HEALTH = "user health on nopass resetkeys resetchannels -@all +ping"

@@ -219,11 +219,15 @@ def test_the_user_for_probes_may_ping_and_nothing_else(guarded: Guarded) -> None
 
 
 def test_an_autoscaler_sees_how_many_groups_wait(guarded: Guarded) -> None:
-    stream = guarded.keys.streams[0]
+    """KEDA counts by PING, INFO, XINFO GROUPS (XLEN without a group) and XPENDING."""
+    stream, empty, *_ = guarded.keys.streams
     with guarded.admin() as admin:
         admin.xgroup_create(stream, "rollstream", "0", mkstream=True)
         admin.xadd(stream, {"a": "b"})
     with guarded.client("autoscaler") as client:
+        assert client.ping()
+        assert int(str(client.info()["redis_version"]).split(".")[0]) >= 7
+        assert client.xlen(empty) == 0
         (group,) = client.xinfo_groups(stream)
         assert group["lag"] == 1
         assert client.xpending(stream, "rollstream")["pending"] == 0
