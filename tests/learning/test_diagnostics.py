@@ -10,6 +10,7 @@ import structlog
 
 from pipeline.config import AlgorithmSettings, Config, GenerationSettings, StalenessSettings
 from pipeline.config.advice import advice
+from pipeline.config.presets import PRESETS
 from pipeline.learner import load_learner
 from pipeline.metrics import Metrics
 from tests.learning.builders import Row, make_group, make_learner, plain_logprobs, tiny_llama
@@ -126,7 +127,13 @@ TRUNCATED = GenerationSettings(top_p=0.9, replay_sampling_mask=False)
         ({}, TRUNCATED, 0, "generation.replay_sampling_mask = false"),
         ({"correction": "importance"}, GenerationSettings(), 1, None),
         ({"correction": "importance"}, GenerationSettings(), 2, "variance grows with age"),
-        ({"kl_estimator": "k1"}, GenerationSettings(), 2, None),
+        ({"kl_estimator": "k1"}, GenerationSettings(), 2, "does nothing with algorithm.kl_coef = 0; set kl_coef ab"),
+        ({"jsd_beta": 1.0}, GenerationSettings(), 2, "jsd_beta = 1.0 does nothing with algorithm.jsd_coef = 0"),
+        ({"jsd_beta": 1.0, "jsd_coef": 0.5}, GenerationSettings(), 2, None),
+        ({"loss": "gspo"}, GenerationSettings(), 2, "loss = 'gspo' does nothing of its own with algorithm.proximal"),
+        ({"preset": "cispo", "correction": "icepop"}, GenerationSettings(), 2, "loss = 'cispo' does nothing of its"),
+        ({"loss": "gspo", "correction": "none"}, GenerationSettings(), 2, None),
+        ({"loss": "gspo", "proximal": "interpolated"}, GenerationSettings(), 2, None),
         ({"kl_estimator": "k1", "kl_coef": 0.1}, GenerationSettings(), 2, "only adds noise"),
         ({"kl_estimator": "k1", "kl_coef": 0.1, "kl_in": "reward"}, GenerationSettings(), 2, None),
         ({"kl_estimator": "k1", "kl_coef": 0.1, "kl_importance": True}, GenerationSettings(), 2, None),
@@ -167,6 +174,11 @@ def test_choices_that_are_known_to_fail_are_said_with_the_way_out(
     found = advice(settings, generation, StalenessSettings(max_staleness=max_staleness))
     assert len(found) == (said is not None)
     assert said is None or (said in found[0] and "set " in found[0])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_as_it_stands_needs_no_advice(preset: str) -> None:
+    assert advice(AlgorithmSettings(preset=preset), GenerationSettings(), StalenessSettings()) == []
 
 
 def test_trainer_says_it_once_when_it_starts(tmp_path: Path) -> None:
