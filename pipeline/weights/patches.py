@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
@@ -127,18 +128,33 @@ def gather(patches: Sequence[Patch], *, base: tuple[int, bytes], manifest: Manif
     return PatchSet(table=replace(table, identity=identity), payload=payload, parcels=parcels)
 
 
+class Fold:
+    """The making of one set with the effect of consecutive ones, of which the last leads to `manifest`."""
+
+    def __init__(self, chain: Sequence[PatchSet], manifest: Manifest) -> None:
+        self._tables = [item.table for item in chain]
+        self._tiles = enumerate(zip(*(item.patches() for item in chain), strict=True))
+        self._manifest = manifest
+        self._widths = tile_widths(manifest)
+        self._folded: list[Patch] = []
+
+    def go_on(self) -> PatchSet | None:
+        """One tile more; the set when there is none left."""
+        for index, patches in self._tiles:
+            size, width = self._manifest.tile_size(index), self._widths[index]
+            self._folded.append(reduce(lambda first, second: fold_patches(first, second, size, width), patches))
+            return None
+        base = self._tables[0].base_version, self._tables[0].base_root
+        encode_s = sum(table.encode_s for table in self._tables)
+        return gather(self._folded, base=base, manifest=self._manifest, encode_s=encode_s)
+
+
 def fold(chain: Sequence[PatchSet], manifest: Manifest) -> PatchSet:
-    """One set with the effect of consecutive ones, of which the last leads to `manifest`."""
-    first = chain[0].table
-    patches = chain[0].patches()
-    widths = tile_widths(manifest)
-    for later in chain[1:]:
-        patches = [
-            fold_patches(patch, after, manifest.tile_size(index), widths[index])
-            for index, (patch, after) in enumerate(zip(patches, later.patches(), strict=True))
-        ]
-    encode_s = sum(item.table.encode_s for item in chain)
-    return gather(patches, base=(first.base_version, first.base_root), manifest=manifest, encode_s=encode_s)
+    """That set, at once."""
+    work = Fold(chain, manifest)
+    while (folded := work.go_on()) is None:
+        pass
+    return folded
 
 
 def cuts(lengths: Sequence[int], limit: int) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from typing import TypeVar
 import zmq
 
 from pipeline.weights.codec import WeightObject
+from pipeline.weights.folding import Folding
 from pipeline.weights.protocol import NO_SESSION, NOTHING, WANTS_PATCHES, ErrorCode, Header, Kind
 from pipeline.weights.security import Signer
 from pipeline.weights.shelf import Shelf
@@ -86,6 +87,7 @@ class TileServer:
     ) -> None:
         self.stats = ServerStats()
         self._shelf = shelf
+        self._folding = Folding(shelf)
         self._router = router
         self._announcer = announcer
         self._waiting: dict[tuple[bytes, Kind, int, bytes], Header] = {}  # by who asks for what: once, however often
@@ -111,7 +113,7 @@ class TileServer:
         poller.register(self._handshakes, zmq.POLLIN)
         next_announcement = time.monotonic()
         while not stop.is_set():
-            wait_s = max(0.0, next_announcement - time.monotonic())
+            wait_s = 0.0 if self._folding.is_under_way else max(0.0, next_announcement - time.monotonic())
             ready = dict(poller.poll(math.ceil(wait_s * 1000)))
             if self._inbox in ready:
                 if self._inbox.recv() == ANNOUNCE:
@@ -125,6 +127,8 @@ class TileServer:
             if self._handshakes in ready:
                 self._handshakes.recv_multipart()
                 self.stats.num_turned_away += 1
+            for peer, request, is_there in self._folding.go_on():
+                (self._serve_manifest if is_there else self._serve_snapshot)(peer, request)
 
     def _announce(self) -> None:
         self._shelf.sweep()
@@ -172,13 +176,17 @@ class TileServer:
     def _serve_manifest(self, peer: bytes, request: Header) -> None:
         wants_patches = request.index == WANTS_PATCHES
         self._shelf.note_wish(peer, wants_patches=wants_patches)
-        patching = self._shelf.start_patching(request.version, request.root) if wants_patches else None
-        if patching is not None:
-            newer, patches = patching
-            answer = _about(newer, request, Kind.PATCHES)
-            self.stats.num_patch_tables += self._send(peer, answer, newer.payload, patches.payload)
+        way = self._shelf.way_to_newest(request.version, request.root) if wants_patches else None
+        if way is None:
+            self._serve_snapshot(peer, request)
+        elif len(way.steps) > 1:
+            self._folding.ask(way, peer, request)
+        else:
+            answer = _about(way.newest, request, Kind.PATCHES)
+            self.stats.num_patch_tables += self._send(peer, answer, way.newest.payload, way.steps[0].payload)
             self._begin_transfer(peer)
-            return
+
+    def _serve_snapshot(self, peer: bytes, request: Header) -> None:
         item = self._shelf.start_transfer(peer, request.version)
         if item is not None:
             self.stats.num_manifests += self._send(peer, _about(item, request, Kind.MANIFEST), item.payload)

@@ -14,12 +14,12 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipeline.weights.codec import WeightObject
 from pipeline.weights.manifest import check_newer
-from pipeline.weights.patches import PatchSet, fold
+from pipeline.weights.patches import PatchSet
 from pipeline.weights.protocol import NOTHING
 
 _MAX_PINS = 4096
@@ -34,6 +34,14 @@ class _Pin:
     version: int
     turn: int
     seen_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """From a version that a receiver has to the newest. steps: consecutive, one or more."""
+
+    newest: WeightObject
+    steps: Sequence[PatchSet]
 
 
 class Shelf:
@@ -115,23 +123,22 @@ class Shelf:
             self._pin(receiver, version)
             return self._objects[version]
 
-    def start_patching(self, base: int, root: bytes) -> tuple[WeightObject, PatchSet] | None:
-        """The newest object and what turns that base into it; None where a snapshot is the better way."""
+    def way_to_newest(self, base: int, root: bytes) -> Way | None:
+        """How that base becomes the newest object; None where a snapshot is the better way."""
         with self._lock:
             newest, chain = self._objects.get(self._newest_version()), self._chain(base, root)
+            if newest is None or not chain:
+                return None
             folded = self._folded.get(root)
-        if newest is None or not chain:
-            return None
-        if len(chain) == 1:
-            return newest, chain[0]
-        if folded is None:
-            # Of a large model it takes seconds, for which nobody who publishes is to wait.
-            folded = fold(chain, newest.manifest)
+            return Way(newest=newest, steps=chain if folded is None else [folded])
+
+    def keep_folded(self, newest: WeightObject, folded: PatchSet) -> bool:
+        """Hold what turns its base into that object at once; False where that is the newest no more."""
         with self._lock:
             if self._objects.get(self._newest_version()) is not newest:
-                return None  # overtaken: what is folded next might be as well, and a snapshot ends that
-            self._folded[root] = folded
-        return newest, folded
+                return False
+            self._folded[folded.table.base_root] = folded
+            return True
 
     def find_patches(self, identity: bytes) -> PatchSet | None:
         """The set with that table; None where it is gone."""

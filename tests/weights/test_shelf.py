@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from itertools import pairwise
-
 import pytest
 
 from pipeline.errors import WeightError
 from pipeline.weights.codec import Encoder, WeightObject
 from pipeline.weights.protocol import NOTHING
 from pipeline.weights.shelf import Shelf
-from tests.weights.drift import drifted
 from tests.weights.states import make_state
 
 ENCODER = Encoder(session=bytes(16), tile_bytes=4096)
@@ -137,34 +130,3 @@ def test_patches_are_wanted_while_someone_asks_for_them_and_not_for_everything_s
     assert shelf.are_patches_wanted
     clock.now = 121
     assert not shelf.are_patches_wanted
-
-
-class Stopped(tuple[bytes, ...]):
-    """Parcels of which the second look, which is for folding them, waits for a newer version."""
-
-    looks = 0
-    is_folding, is_overtaken = threading.Event(), threading.Event()
-
-    def __iter__(self) -> Iterator[bytes]:
-        self.looks += 1
-        if self.looks == 2:
-            self.is_folding.set()
-            assert self.is_overtaken.wait(30)
-        return super().__iter__()
-
-
-def test_nobody_who_publishes_waits_for_patches_to_be_folded_and_a_receiver_that_is_overtaken_gets_a_snapshot() -> None:
-    shelf = Shelf(keep=2)
-    objects = [ENCODER.encode(drifted(version)) for version in range(4)]
-    steps = [ENCODER.compare(*pair) for pair in pairwise(objects)]
-    assert steps[0] is not None
-    steps[0] = replace(steps[0], parcels=Stopped(steps[0].parcels))
-    for item, step in zip(objects[:3], [None, *steps[:2]], strict=True):
-        shelf.put(item, step)
-    with ThreadPoolExecutor(1) as server:
-        asked = server.submit(shelf.start_patching, 0, objects[0].manifest.root)
-        assert Stopped.is_folding.wait(30)
-        shelf.put(objects[3], steps[2])
-        Stopped.is_overtaken.set()
-        assert asked.result() is None
-    assert shelf.start_transfer(b"a", 0) is objects[3]
