@@ -159,7 +159,8 @@ def _values(returned: object, lengths: Sequence[int]) -> list[object]:
     num_completions = len(lengths)
     if not _is_list_like(returned):
         raise BadReturnError(
-            f"returned {type(returned).__name__}; expected a list of {num_completions} numbers or None"
+            f"returned {type(returned).__name__}; expected a list, with a number or None for each of the "
+            f"{num_completions} completions"
         )
     items: list[object] = list(returned)  # type: ignore[call-overload]
     if len(items) != num_completions:

@@ -122,9 +122,9 @@ async def test_a_function_that_raises_once_scores_the_next_group() -> None:
     ("what", "problem"),
     [
         ("too_many", "returned 3 values for 2 completions"),
-        ("number", "returned float; expected a list of 2"),
-        ("nothing", "returned NoneType; expected a list of 2"),
-        ("dict", "returned dict; expected a list of 2"),
+        ("number", "returned float; expected a list, with"),
+        ("nothing", "returned NoneType; expected a list, with a number or None for each of the 2 completions"),
+        ("dict", "returned dict; expected a list, with"),
     ],
 )
 async def test_a_return_of_the_wrong_shape_is_an_error_for_the_whole_group(what: str, problem: str) -> None:
