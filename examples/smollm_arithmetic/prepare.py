@@ -63,6 +63,8 @@ def convert(weights: Path, directory: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    from pipeline.models.files import as_the_umask_says
+
     model = AutoModelForCausalLM.from_pretrained(
         weights.parent,
         gguf_file=weights.name,
@@ -70,6 +72,7 @@ def convert(weights: Path, directory: Path) -> None:
         dtype=torch.float32,
     )
     model.save_pretrained(directory)
+    as_the_umask_says(directory)
     AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name).save_pretrained(directory)
 
 

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.demo.task import ASK, END, VOCABULARY, WORD_LENGTH, save_tokenizer
+from pipeline.models.files import as_the_umask_says
 from pipeline.models.loading import quiet
 
 MAX_CONTEXT = 32
@@ -46,6 +47,7 @@ def cold_start(directory: Path, words: Sequence[str], *, enough: float = _ENOUGH
         accuracy = _train(model, training, calibration, enough, max_steps)
     with quiet():
         model.save_pretrained(directory)
+        as_the_umask_says(directory)
         save_tokenizer(directory)
     return accuracy
 

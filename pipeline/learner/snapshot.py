@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pipeline.config import ModelSettings
+from pipeline.models.files import as_the_umask_says
 from pipeline.models.loading import load_tokenizer, quiet
 from pipeline.ranks.tensors import is_spread, whole
 
@@ -35,6 +36,7 @@ class PolicySnapshot:
         """A Hugging Face directory with the weights (or the adapter) and the tokenizer."""
         with quiet():
             self.model.save_pretrained(str(directory), state_dict=dict(self.weights))
+            as_the_umask_says(directory)
             if self.model_settings is not None:
                 load_tokenizer(self.model_settings).save_pretrained(directory)
 

@@ -1,4 +1,4 @@
-"""Whether a model's directory holds what a model needs, without reading it.
+"""Whether a model's directory holds what a model needs, without reading it, and who may read it.
 
 In: `[model]`. Out: nothing, or a `ModelError` that names the setting and the way out. Imports no
 torch, so that it can be asked before anything is started.
@@ -52,6 +52,18 @@ def _check_files(model: ModelSettings, patterns: tuple[str, ...], what: str) -> 
         raise ModelError(f"model.path = {model.path!r} is a file; point it to the directory of a checkpoint")
     if directory.is_absolute() or model.path.startswith((".", "~")) or model.path.count("/") > 1:
         raise ModelError(f"model.path = {model.path!r} does not exist; point it to the directory of a checkpoint")
+
+
+def as_the_umask_says(directory: Path) -> None:
+    """Give weights that were just written the mode of the configuration beside them.
+
+    safetensors makes its files for their owner alone, whatever the umask is; a container or a server that
+    runs as somebody else then cannot load the model.
+    """
+    mode = next(directory.glob("*config.json")).stat().st_mode & 0o777
+    for file in directory.glob("*.safetensors"):
+        if file.stat().st_mode & 0o777 != mode:  # not every mount knows modes
+            file.chmod(mode)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,22 @@ def test_saved_model_loads_with_its_tokenizer_and_equals_the_trained_one(model_d
     assert AutoTokenizer.from_pretrained(tmp_path / "model").encode("abc")
     for name, value in learner.policy.model.state_dict().items():
         torch.testing.assert_close(loaded[name], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+@pytest.mark.parametrize("rank", [0, 4], ids=["model", "adapter"])
+def test_who_may_read_a_saved_model_is_for_the_umask_to_say(
+    model_dir: Path, tmp_path: Path, umask: int, rank: int
+) -> None:
+    learner = policy_learner(make_config(model_dir, lora={"rank": rank}))
+    before = os.umask(umask)
+    try:
+        learner.save_model(tmp_path / "model")
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "model").iterdir()}
+    assert any(name.endswith(".safetensors") for name in modes)
+    assert set(modes.values()) == {0o666 & ~umask}
 
 
 def test_only_the_adapter_is_trained_exported_and_saved(model_dir: Path, tmp_path: Path) -> None:
