@@ -128,7 +128,7 @@ class GenerationSettings(Section):
         1.0, description="Nucleus sampling; below 1 keep replay_sampling_mask on."
     )
     top_k: Natural = Field(0, description="0 is off.")
-    stop: list[str] = Field([], description="Texts that end a completion.")
+    stop: list[Annotated[str, Field(min_length=1)]] = Field([], description="Texts that end a completion.")
     replay_sampling_mask: bool = Field(
         True, description="Send which tokens survived top-p/top-k, so that the trainer's probabilities match."
     )

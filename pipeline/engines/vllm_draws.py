@@ -75,14 +75,14 @@ class Draws:
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        request = self.llm.generate(
-            # The salt keeps what an older version read out of the cache from being used for a newer one.
-            tokens_input([*prompt.prompt_token_ids.tolist(), *draft.token_ids], cache_salt=str(version)),
-            self._sampling_params(prompt, index, draft, limit),
-            request_id,
-            lora_request=adapter.request if adapter else None,
-        )
         try:
+            request = self.llm.generate(
+                # The salt keeps what an older version read out of the cache from being used for a newer one.
+                tokens_input([*prompt.prompt_token_ids.tolist(), *draft.token_ids], cache_salt=str(version)),
+                self._sampling_params(prompt, index, draft, limit),
+                request_id,
+                lora_request=adapter.request if adapter else None,
+            )
             outputs = [output async for output in request]  # one: the final
         except EngineDeadError as error:
             raise EngineLostError(f"vLLM has ended: {error}") from error

@@ -24,6 +24,7 @@ from pipeline.messages import Json
 from pipeline.settings.reference import plain_default, sections, settings, to_toml
 from pipeline.settings.sources import Layered, SettingPath
 
+_VLLM_TEMPERATURES = (0.01, 2.0)
 _LISTS: dict[str, type[Section]] = {
     "scoring.rewards": RewardSettings,
     "scoring.teachers": TeacherSettings,
@@ -153,7 +154,19 @@ def _engine_problems(config: Config) -> list[str]:
             f'generation.replay_routing = true: generation.engine = "{engine}" tells no experts; set it to false, '
             'or generation.engine = "transformers" or "vllm"'
         ]
-    return []
+    return _vllm_temperatures(config) if engine in {"vllm", "openai"} else []
+
+
+def _vllm_temperatures(config: Config) -> list[str]:
+    """vLLM refuses every request above its range, and draws at its lowest below without a word."""
+    lowest, highest = _VLLM_TEMPERATURES
+    chosen = {"generation": config.generation.temperature, "evaluation": config.evaluation.temperature}
+    return [
+        f"{section}.temperature = {value:g}: vLLM samples between {lowest:g} and {highest:g}; "
+        'set it inside, or generation.engine = "transformers"'
+        for section, value in chosen.items()
+        if value and not lowest <= value <= highest
+    ]
 
 
 def _url_problems(url: str) -> list[str]:

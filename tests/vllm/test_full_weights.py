@@ -187,6 +187,12 @@ async def test_completions_end_where_they_must(engine: VllmEngine, history: Hist
         await engine.generate(group_of([5, 2**31 - 1]))
 
 
+async def test_what_vllm_refuses_fails_its_group_and_ends_no_generator(engine: VllmEngine) -> None:
+    with pytest.raises(EngineError, match="temperature must be"):
+        await engine.generate(group_of([5, 6, 7], temperature=2.5))
+    assert engine.num_unfinished_seqs == 0
+
+
 async def test_a_stop_text_ends_a_completion_and_is_cut_from_its_text(engine: VllmEngine) -> None:
     plain = await engine.generate(group_of([5, 6, 7], ordinal=70, max_tokens=30))
     text = max((completion.text for completion in plain), key=len)
