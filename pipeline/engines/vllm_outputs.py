@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.engines import Interrupted
-from pipeline.errors import EngineError
+from pipeline.errors import EngineError, NonFiniteError
 from pipeline.messages import (
     Completion,
     ExpertIds,
@@ -156,9 +156,9 @@ class Draft:
         )
 
     def unfinished(self) -> UnfinishedCompletion:
-        """All segments so far, of which there is at least one. Raises EngineError for logprobs that are not finite."""
+        """All segments so far, of which there is at least one. Raises NonFiniteError."""
         if not all(np.isfinite(self.logprobs)):
-            raise EngineError("the weights gave logits that are not finite")
+            raise NonFiniteError("the weights gave logits that are not finite")
         return UnfinishedCompletion(
             token_ids=np.array(self.token_ids, dtype=np.uint32),
             generator_logprobs=np.array(self.logprobs, dtype=np.float32),

@@ -6,10 +6,12 @@ goes on with them under their own label, and how long it stood still.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
+from pipeline.engines.vllm_worker import MEND
 from pipeline.errors import EngineLostError, WeightError
 
 
@@ -21,6 +23,23 @@ async def unless_dead(work: Awaitable[None]) -> None:
         await work
     except EngineDeadError as error:
         raise EngineLostError(f"vLLM has ended: {error}") from error
+
+
+class CacheMender:
+    """Makes harmless what weights that overflow leave in vLLM's cache, before others get its blocks."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._one_at_a_time = asyncio.Lock()
+        self._num_failed = 0
+
+    async def mend(self) -> None:
+        """After a group failed with NonFiniteError; those that fail meanwhile share the next time."""
+        self._num_failed += 1
+        async with self._one_at_a_time:
+            if self._num_failed:
+                self._num_failed = 0
+                await unless_dead(self._llm.collective_rpc(MEND))
 
 
 async def replace_weights(llm: Any, shared: Mapping[str, Any], weight_version: int, *, is_recomputed: bool) -> float:

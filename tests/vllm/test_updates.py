@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from pipeline.engines.shared_weights import SharedWeights
 from pipeline.engines.vllm import VllmEngine
-from pipeline.errors import EngineError, WeightError
+from pipeline.errors import EngineError, NonFiniteError, WeightError
 from pipeline.weights import WeightState
 from tests.engines.conftest import group_of
 from tests.vllm.conftest import Kept, largest_gap, started, trainer_model
@@ -112,3 +112,23 @@ async def test_weights_that_are_not_finite_never_reach_what_vllm_has_read(engine
     assert engine.weight_version == history.newest
     group = group_of([5, 6, 7], ordinal=160)
     assert largest_gap(history.model, group, await engine.generate(group)) < TOLERANCE
+
+
+@pytest.mark.parametrize("projection", ["v_proj", "k_proj"])
+async def test_what_weights_that_overflow_leave_in_the_cache_fails_no_group_of_later_weights(
+    engine: VllmEngine, history: History, projection: str
+) -> None:
+    """Finite, and so large that keys or values are not: groups fail, and leave their blocks to the next ones."""
+    good = history.next()
+    bad = dict(good.tensors)
+    for name, tensor in good.tensors.items():
+        if projection in name:
+            values = np.frombuffer(tensor.data, dtype=np.float32) * np.float32(1e38)
+            bad[name] = replace(tensor, data=values.view(np.uint8).data)
+    await engine.apply_weights(replace(good, tensors=bad))
+    groups = [group_of([5, 6, 7, 8], ordinal=200 + number) for number in range(12)]
+    failed = await asyncio.gather(*(engine.generate(group) for group in groups), return_exceptions=True)
+    assert all(isinstance(error, NonFiniteError) for error in failed)
+    await engine.apply_weights(history.next())
+    for group in groups:
+        assert largest_gap(history.model, group, await engine.generate(group)) < TOLERANCE
