@@ -242,6 +242,11 @@ def test_a_directory_for_weights_that_is_not_here_may_be_elsewhere(settings: lis
     assert not check(load(settings, f"weights.store='{tmp_path}'")).warnings
 
 
+def test_an_unknown_preset_is_found_before_a_worker_is_started(settings: list[str]) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'grpo'"):
+        check_quickly(load(settings, "algorithm.preset=grppo"))
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

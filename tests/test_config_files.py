@@ -293,7 +293,7 @@ def test_the_fingerprint_holds_what_workers_must_agree_on() -> None:
         assert {key for key in base if base[key] != changed[key]} == {override.split("=")[0]}
 
 
-def test_the_fingerprint_holds_nothing_of_one_machine() -> None:
+def test_the_fingerprint_holds_nothing_of_one_machine_nor_how_patient_a_trainer_is() -> None:
     base = fingerprint(load_config([], environ={}))
     for override in [
         "worker.port=9",
@@ -301,6 +301,7 @@ def test_the_fingerprint_holds_nothing_of_one_machine() -> None:
         "generation.num_threads=3",
         "run.dir=x",
         "weights.port=4",
+        "algorithm.max_refill=20",
     ]:
         assert fingerprint(load_config([], environ={}, overrides=[override])) == base
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from pipeline.config import Config, GenerationSettings
 from pipeline.config.advice import advice
+from pipeline.config.presets import PRESETS, look_up
 from pipeline.engines.vllm_options import check_arguments, require_installed
 from pipeline.errors import ConfigError, UsageError
 from pipeline.prompts import Dataset
@@ -71,6 +72,10 @@ def _examined(report: Report, examine: Sequence[Callable[[Report], None]]) -> Re
     if report.problems:
         raise ConfigError("\n".join(dict.fromkeys(report.problems)))
     return report
+
+
+def _preset(report: Report) -> None:
+    look_up("preset", report.config.algorithm.preset, PRESETS)
 
 
 def _engine(report: Report) -> None:
@@ -266,6 +271,7 @@ def _server(report: Report) -> None:
 
 
 _QUICK = (
+    _preset,
     _engine,
     _unread,
     _keys,

@@ -5,7 +5,14 @@ Plain data, so that a process without torch can ask what a preset means.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
+
+from pipeline.errors import ConfigError
+
+Entry = TypeVar("Entry")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,3 +101,12 @@ PRESETS: dict[str, Preset] = {
     # On-policy distillation with the reverse KL divergence, arXiv 2306.13649: a teacher says how good each token is.
     "opd": Preset(advantage="none", loss="ppo_clip", correction="tis", aggregation="token_mean", distillation=1.0),
 }
+
+
+def look_up(setting: str, name: str, table: Mapping[str, Entry]) -> Entry:
+    """What is in a table under a name that a setting gives. Raises ConfigError for a name that is not."""
+    if name in table:
+        return table[name]
+    nearest = difflib.get_close_matches(name, table, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
+    raise ConfigError(f"algorithm.{setting} = {name!r} is not known{hint} There are: {', '.join(sorted(table))}")

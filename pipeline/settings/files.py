@@ -46,6 +46,8 @@ _AGREED = (
     "scoring.teacher_column",
 )
 
+# How long a trainer is patient changes nothing of what is learnt.
+_OWN = frozenset({"algorithm.max_refill"})
 _PATHS = ("model.path", "model.chat_template", "data.path", "data.eval_path")
 
 
@@ -106,7 +108,9 @@ def fingerprint(config: Config) -> dict[str, str]:
     """
     values = masked(config)
     agreed = {
-        path: json.dumps(_place_free(path, values), sort_keys=True) for path in settings() if path.startswith(_AGREED)
+        path: json.dumps(_place_free(path, values), sort_keys=True)
+        for path in settings()
+        if path.startswith(_AGREED) and path not in _OWN
     }
     rewards = [[reward.function, reward.weight, reward.kwargs] for reward in config.scoring.rewards]
     teachers = [[teacher.title, Path(teacher.model).name, teacher.weight] for teacher in config.scoring.teachers]

@@ -28,7 +28,7 @@ _TILES = (
     tile(
         "Furthest behind",
         f"max({_BEHIND})",
-        "Versions between the newest and the oldest that a generator serves.",
+        "Versions between the newest and the oldest that a generator serves, as of moments some seconds apart.",
         decimals=0,
     ),
     tile("Mean age", average("staleness_versions", TRAINER), "Of trained tokens, in versions.", decimals=2),
