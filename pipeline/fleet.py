@@ -18,7 +18,7 @@ from redis.exceptions import ResponseError
 
 from pipeline.agreement import differences
 from pipeline.errors import ConfigError, RunConflictError, TrainerReplacedError, few
-from pipeline.keys import META_OF_ALL_RUNS, Keys, run_of
+from pipeline.keys import META_OF_ALL_RUNS, TAKEN_BY, Keys, run_of
 from pipeline.messages import Endpoints
 from pipeline.queues.connection import Script, passes, until_accepted
 from pipeline.queues.foreign import integer
@@ -117,7 +117,7 @@ class Fleet:
         started, paused, stop_reason, drain, version, run_id = await self._call(
             "beat",
             [self._keys.workers, self._keys.control, self._keys.meta],
-            [worker.worker_id, self._started.get(worker.worker_id, ""), record_of(worker)],
+            [worker.worker_id, self._started.get(worker.worker_id, ""), record_of(worker), _failure(worker.role)],
             waits=False,
         )
         self._started[worker.worker_id] = started.decode()
@@ -129,10 +129,14 @@ class Fleet:
             run_id=_text(run_id),
         )
 
-    async def deregister(self, worker_id: str) -> None:
-        """Leave the registry, and with it every request to this worker."""
+    async def deregister(self, worker_id: str, *, role: str = "", why_failed: str = "") -> None:
+        """Leave the registry, and with it every request to this worker.
+
+        why_failed: kept for those who look at the run from other machines, until another of its role starts.
+        """
+        kept = [("HSET", self._keys.meta, _failure(role), why_failed)] if why_failed and _failure(role) else []
         await self._together(
-            ("HDEL", self._keys.workers, worker_id), ("HDEL", self._keys.control, f"drain:{worker_id}")
+            ("HDEL", self._keys.workers, worker_id), ("HDEL", self._keys.control, f"drain:{worker_id}"), *kept
         )
         self._started.pop(worker_id, None)
 
@@ -185,12 +189,15 @@ class Fleet:
 
     async def facts(self) -> RunFacts:
         """The run as a whole, at one instant."""
-        clock, (run_id, created_at, version, teachers, judges), (paused, stop_reason), trainer = await self._together(
+        roles = TAKEN_BY.values()
+        clock, known, failures, (paused, stop_reason), trainer = await self._together(
             ("TIME",),
             ("HMGET", self._keys.meta, "run_id", "created_at", "weight_version", *_MODELS_THAT_SCORE),
+            ("HMGET", self._keys.meta, *map(_failure, roles)),
             ("HMGET", self._keys.control, "paused", "stop_reason"),
             ("GET", self._keys.trainer_lock),
         )
+        run_id, created_at, version, teachers, judges = known
         return RunFacts(
             at=int(clock[0]) + int(clock[1]) / MICROSECONDS,
             run_id=_text(run_id),
@@ -201,6 +208,7 @@ class Fleet:
             trainer=_text(trainer),
             has_teachers=_text(teachers) not in {None, "[]"},
             has_judges=_text(judges) not in {None, "[]"},
+            failures={role: text for role, why in zip(roles, failures, strict=True) if (text := _text(why))},
         )
 
     async def forget_run(self) -> int:
@@ -289,6 +297,11 @@ class Fleet:
     async def _hset(self, key: str, mapping: Mapping[str, str]) -> None:
         pairs = [text for pair in mapping.items() for text in pair]
         await self._accepted(lambda: self._redis.hset(key, items=pairs))
+
+
+def _failure(role: str) -> str:
+    """Where it is kept why a worker has failed; empty for a role that no group needs."""
+    return f"failed:{role}" if role in TAKEN_BY.values() else ""
 
 
 def _text(value: bytes | None) -> str | None:

@@ -82,7 +82,8 @@ class RunFacts:
 
     run_id: None when nobody has joined yet. at, created_at: Unix seconds by Redis's clock.
     stop_reason: why it is over. trainer: worker id of the trainer that holds the lock.
-    has_teachers, has_judges: whether it has these stages.
+    has_teachers, has_judges: whether it has these stages. failures: role -> why the last worker of it has failed,
+    where none has started since.
     """
 
     at: float
@@ -94,6 +95,7 @@ class RunFacts:
     trainer: str | None = None
     has_teachers: bool = False
     has_judges: bool = False
+    failures: Mapping[str, str] = field(default_factory=dict)
 
 
 def record_of(worker: WorkerInfo) -> str:

@@ -70,6 +70,16 @@ async def test_worker_that_comes_back_in_time_is_not_forgotten(fleet: Fleet, red
     assert [seen.is_alive for seen in await fleet.workers()] == [True]
 
 
+async def test_why_a_worker_failed_is_known_until_another_of_its_role_starts(fleet: Fleet) -> None:
+    for role in ("trainer", "exporter"):
+        await fleet.register(worker(f"{role}-a", role=role))
+        await fleet.deregister(f"{role}-a", role=role, why_failed="the disk is full")
+    await fleet.register(worker("scorer-a", role="scorer"))
+    assert (await fleet.facts()).failures == {"trainer": "the disk is full"}
+    await fleet.register(worker("trainer-b", role="trainer"))
+    assert (await fleet.facts()).failures == {}
+
+
 async def test_deregistered_worker_vanishes_with_requests_to_it(fleet: Fleet, redis: Redis, keys: Keys) -> None:
     await fleet.register(worker())
     await fleet.drain("scorer-a")

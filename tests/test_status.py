@@ -84,6 +84,11 @@ def test_a_missing_stage_blocks(role: str) -> None:
     assert found.reason.startswith(f"no {role} is alive (1 lost); 4 groups wait in")
 
 
+def test_why_the_last_trainer_failed_is_said_on_every_machine() -> None:
+    found = limit(depths(4), [worker("generator"), worker("scorer")], failures={"trainer": "the disk is full"})
+    assert found.reason == "no trainer is alive; the last one failed: the disk is full"
+
+
 def test_generators_that_all_wait_for_weights_are_named() -> None:
     workers = [
         worker("generator", waiting_for="weights of version 3", wait_cause="weights"),

@@ -51,7 +51,7 @@ def limiting_stage(
     return (
         _without_writes(server_refusal, facts)
         or _without_run(alive, facts)
-        or _missing_worker(streams, workers, alive)
+        or _missing_worker(streams, workers, alive, facts)
         or _lost_groups(alive, last_death)
         or _waiting_worker(streams, alive)
         or _lost_holder(streams, workers)
@@ -90,7 +90,7 @@ def unfinished(what: str, progress: str = "") -> str:
 
 
 def _missing_worker(
-    streams: Mapping[Stream, Depth], workers: Sequence[WorkerInfo], alive: Sequence[WorkerInfo]
+    streams: Mapping[Stream, Depth], workers: Sequence[WorkerInfo], alive: Sequence[WorkerInfo], facts: RunFacts
 ) -> Limit | None:
     roles = {worker.role for worker in alive}
     for stream, role in reversed(_stages(streams)):
@@ -99,7 +99,8 @@ def _missing_worker(
         lost = sum(worker.role == role for worker in workers)
         gone = f" ({lost} lost)" if lost else ""
         waiting = f"; {streams[stream].length} groups wait in {stream.value}" if streams[stream].length else ""
-        return Limit(stage=role, reason=f"no {role} is alive{gone}{waiting}", is_blocked=True)
+        failed = f"; the last one failed: {facts.failures[role][:_MAX_REASON]}" if role in facts.failures else ""
+        return Limit(stage=role, reason=f"no {role} is alive{gone}{waiting}{failed}", is_blocked=True)
     return None
 
 

@@ -81,7 +81,19 @@ def _exit_code(live: Callable[[], None]) -> int:
 def _say_why(error: str) -> None:
     """The last line of a worker that failed, the same in every log format; `up` tells crashes apart by it."""
     with contextlib.suppress(OSError):  # the exit code says it, too
-        sys.stderr.write(f"error: {masked(' '.join(error.split()))}\n")
+        sys.stderr.write(f"error: {_in_one_line(error)}\n")
+
+
+def _in_one_line(error: str) -> str:
+    """Without secrets, too."""
+    return masked(" ".join(error.split()))
+
+
+def _why(error: BaseException) -> str:
+    """What others are told of a worker that has failed; nothing of one that was ended."""
+    if isinstance(error, StoppedNowError) or not isinstance(error, Exception):
+        return ""
+    return _in_one_line(str(error) if isinstance(error, RollstreamError) else f"{type(error).__name__}: {error}")
 
 
 class _Life:
@@ -135,6 +147,7 @@ class _Life:
 
     async def _work(self, context: WorkerContext, arrival: Arrival) -> None:
         self._log.info("started", run=self._config.run.name, address=context.address)
+        why_failed = ""
         try:
             async with asyncio.TaskGroup() as group, context.keeper:
                 heart = group.create_task(Heartbeat(context, arrival).run(), name="heartbeat")
@@ -142,9 +155,12 @@ class _Life:
                 await self._run_body(context)
                 heart.cancel()
                 looking.cancel()
+        except BaseExceptionGroup as group:
+            why_failed = _why(_cause(group))
+            raise
         finally:
             self._guard.start(_EXIT_S)
-            await self._leave(context)
+            await self._leave(context, why_failed)
 
     async def _run_body(self, context: WorkerContext) -> None:
         """The body, until it returns or must end."""
@@ -169,14 +185,14 @@ class _Life:
         self._guard.start(_EXIT_NOW_S if isinstance(error, StoppedNowError) else _EXIT_S)
         return error
 
-    async def _leave(self, context: WorkerContext) -> None:
+    async def _leave(self, context: WorkerContext, why_failed: str) -> None:
         """Hand back leases and lock, and leave the registry. Without Redis the leases lapse by themselves."""
         try:
             async with asyncio.timeout(_LEAVE_S):
                 num_released = await context.streams.release_all() if self._joins else 0
                 if context.holds_trainer_lock:
                     await context.fleet.release_trainer(context.worker_id)
-                await context.fleet.deregister(context.worker_id)
+                await context.fleet.deregister(context.worker_id, role=context.role, why_failed=why_failed)
         except (RedisError, OSError, RunConflictError) as error:
             self._log.warning("left_without_redis", error=str(error) or type(error).__name__)
             return

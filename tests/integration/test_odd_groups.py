@@ -222,6 +222,9 @@ async def test_a_run_of_which_every_group_is_filtered_ends_with_the_reason(
         (line,) = [line for line in trainer.output.splitlines() if line.startswith("error: ")]
         assert "zero_variance: " in line
         assert "algorithm.max_refill = 3" in line
+        blocked = (await collect(run.redis, Keys(run_name))).limit.reason
+        assert blocked.startswith("no trainer is alive")
+        assert f"; the last one failed: {line.removeprefix('error: ')[:100]}" in blocked
         ledger = await run.ledger()
         assert (ledger.trained, ledger.num_dropped) == (0, ledger.dropped["zero_variance"])
         assert ledger.num_dropped >= 3 * 4
