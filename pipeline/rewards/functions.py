@@ -182,7 +182,7 @@ def _check_kind(found: object, function: str) -> None:
             f"{function!r} is a class; name a function, or an instance of the class that can be called."
         )
     if not callable(found):
-        raise RewardLoadError(f"{function!r} is a {type(found).__name__}, not a function.")
+        raise RewardLoadError(f"{function!r} names a value ({type(found).__name__}); name a function: {_SIGNATURE}")
     if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
         raise RewardLoadError(f"{function!r} is a generator; return a list, as in: {_SIGNATURE}")
 

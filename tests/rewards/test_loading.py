@@ -65,7 +65,7 @@ async def test_a_package_in_the_working_directory_is_found_but_hides_nothing(
         ("nothing_like_it", "Shipped are: choice, exact_match, format, json_schema, length, math"),
         ("tests.rewards.samples", "tests.rewards.samples:function_name"),
         ("tests.rewards.samples:num_leters", "did you mean num_letters"),
-        ("tests.rewards.samples:CONSTANT", "is a int, not a function"),
+        ("tests.rewards.samples:CONSTANT", "names a value (int); name a function: def reward("),
         ("tests.rewards.samples:AClass", "is a class"),
         ("tests.rewards.samples:without_columns", "add **columns, as in: def reward(prompts, completions, **columns)"),
         ("tests.rewards.samples:by_position", "takes 'prompts' only by position"),
