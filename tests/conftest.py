@@ -89,6 +89,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return 'scope="module"' in (config.rootpath / module).read_text(encoding="utf-8")
 
     class Scheduling(LoadScopeScheduling):
+        def _assign_work_unit(self, node: Any) -> None:
+            """Every other worker begins at the end: while some wait for processes, others compute."""
+            if self.nodes.index(node) % 2:
+                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+            super()._assign_work_unit(node)
+
         def _split_scope(self, nodeid: str) -> str:
             if nodeid.startswith("tests/vllm/"):
                 return "tests/vllm"
