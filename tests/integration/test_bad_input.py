@@ -112,7 +112,7 @@ async def test_a_model_directory_without_weights_is_named(tmp_path: Path, valkey
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("one_number", "one_number returned float; expected a list, with a number or None for each of the 4 completions"),
+        ("one_number", "one_number returned float; expected a list, with a number or None for each of the 4 "),
         ("one_value", "one_value returned 1 values for 4 completions"),
         ("needs_answers", "needs_answers needs the data column 'answer'; the data set has: level"),
     ],
