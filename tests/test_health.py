@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from pipeline.errors import ConfigError
 from pipeline.messages import Json
-from pipeline.worker.health import HealthServer
+from pipeline.worker.health import MAX_CLIENTS, HealthServer
 
 
 class Truth:
@@ -115,3 +115,18 @@ def test_ipv6_works() -> None:
         assert get(address, "/healthz")[0] == 200
     finally:
         server.stop()
+
+
+def test_clients_that_say_nothing_give_way_to_those_who_ask(served: tuple[str, Truth]) -> None:
+    address = served[0]
+    host, port = address.split(":")
+    silent = [socket.create_connection((host, int(port)), timeout=5) for _ in range(MAX_CLIENTS)]
+    try:
+        for _ in range(3):
+            assert get(address, "/healthz")[0] == 200
+        assert silent[0].recv(1) == b"", "who came first is sent away"
+        silent[-1].sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+        assert silent[-1].recv(12).endswith(b"200")
+    finally:
+        for client in silent:
+            client.close()

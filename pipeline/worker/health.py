@@ -6,12 +6,13 @@ that the worker is in. It reads; it never changes or waits for anything of the w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from socketserver import ThreadingMixIn
-from threading import Thread
-from typing import TYPE_CHECKING
+from threading import Lock, Thread
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _OK, _UNAVAILABLE, _NOT_FOUND = "200 OK", "503 Service Unavailable", "404 Not Found"
 _CLIENT_TIMEOUT_S = 10.0
+MAX_CLIENTS = 64
 _EVERYWHERE = {"0.0.0.0", "::"}
 
 
@@ -105,10 +107,30 @@ def _send(start_response: StartResponse, status: str, content_type: str, body: b
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each request: one slow client does not keep others waiting."""
+    """A thread for each request: one slow client does not keep others waiting, and many give way to those who come."""
 
     daemon_threads = True
     allow_reuse_address = True
+    request_queue_size = MAX_CLIENTS
+
+    def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
+        self._clients: dict[int, socket.socket] = {}  # by descriptor, the one that came first at the beginning
+        self._counting = Lock()
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._counting:
+            if len(self._clients) >= MAX_CLIENTS:
+                slowest = self._clients.pop(next(iter(self._clients)))
+                with contextlib.suppress(OSError):  # it has gone by itself
+                    slowest.shutdown(socket.SHUT_RDWR)
+            self._clients[request.fileno()] = request
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._counting:
+            self._clients.pop(request.fileno(), None)
+        super().shutdown_request(request)
 
     def server_bind(self) -> None:
         # The base class looks its own host name up, which can hang for seconds without DNS.
