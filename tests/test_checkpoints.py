@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 
 from pipeline.checkpoints import Checkpoints
 from pipeline.config import CheckpointSettings
+from pipeline.disk import write_whole
 from pipeline.errors import CheckpointError, DiskFullError, TrainerReplacedError
 from pipeline.messages import Json
 
@@ -284,6 +285,34 @@ def test_what_a_trainer_completed_after_it_had_been_replaced_does_not_count(tmp_
     third.take_over()
     assert not late.exists()
     assert steps(tmp_path) == [10, 15]
+
+
+def test_a_trainer_that_is_replaced_while_it_clears_up_removes_no_checkpoint_of_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = (checkpoints(tmp_path, keep=10) for _ in range(3))
+    first.take_over()
+    late = first.save(20, learner=CountingLearner(1.0), state={})
+    late.rename(tmp_path / "not yet")
+    second.take_over()
+    second.save(10, learner=CountingLearner(2.0), state={})
+    (tmp_path / "not yet").rename(late)
+
+    def write_and_stand_still(path: Path, text: str) -> None:
+        write_whole(path, text)
+        monkeypatch.undo()
+        third.take_over()
+        third.save(20, learner=CountingLearner(3.0), state={})
+
+    monkeypatch.setattr("pipeline.checkpoints.fence.write_whole", write_and_stand_still)
+    checkpoints(tmp_path, keep=10).take_over()
+    assert steps(tmp_path) == [10, 20]
+    newest = third.latest()
+    assert newest is not None
+    assert newest.path == late
+    restored = CountingLearner()
+    newest.restore(restored)
+    assert restored.weights[0] == 3.0
 
 
 def test_a_spoilt_byte_is_found_by_the_hash_and_named(tmp_path: Path) -> None:

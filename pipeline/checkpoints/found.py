@@ -15,7 +15,7 @@ import xxhash
 
 from pipeline.errors import CheckpointError
 
-STEP_DIR = re.compile(r"(?:\.replaced-)?step_(\d+)")
+STEP_DIR = re.compile(r"(?:\.replaced-|\.removing-)?step_(\d+)")
 PLAIN_STATE = "learner.json"
 _BLOCK_BYTES = 1 << 22
 

@@ -54,8 +54,24 @@ class Checkpoints:
         except OSError as error:
             raise CheckpointError(f"{self._dir} cannot be written: {error}") from error
         for stale in [checkpoint for checkpoint in everything if checkpoint not in counted]:
+            self._remove(stale)
+
+    def _remove(self, stale: Checkpoint) -> None:
+        """Unless another is under its name by now: this trainer, too, may have stood still and been replaced.
+
+        Under the name that it has meanwhile it counts, should it be the other.
+        """
+        removing = self._dir / f".removing-step_{stale.step:06d}"
+        try:
+            stale.path.rename(removing)
+            found = read_checkpoint(removing)
+            if found is not None and (found.epoch, found.sequence) != (stale.epoch, stale.sequence):
+                removing.rename(stale.path)
+                return
             _log.warning("stale_checkpoint_removed", path=str(stale.path))
-            shutil.rmtree(stale.path, ignore_errors=True)
+            shutil.rmtree(removing)
+        except OSError as error:
+            _log.warning("stale_checkpoint_not_removed", path=str(stale.path), error=str(error))
 
     def list(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first. What a crash has left half is not among them.
