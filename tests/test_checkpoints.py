@@ -339,3 +339,39 @@ def test_a_place_where_no_checkpoint_can_be_written_is_told_before_the_first_ste
     (tmp_path / "checkpoints").write_text("a file, where a folder is to be made")
     with pytest.raises(CheckpointError, match=r"checkpoints cannot be written: .*File exists"):
         checkpoints(tmp_path).take_over()
+
+
+def test_a_trainer_that_stood_still_before_its_last_move_puts_nothing_in_the_place_of_its_successors(
+    tmp_path: Path,
+) -> None:
+    class Late(Checkpoints):
+        def _put_in_place(self, aside: Path, path: Path) -> Path:
+            successor.take_over()
+            successor.save(4, learner=CountingLearner(2.0), state={"by": "successor"})
+            return super()._put_in_place(aside, path)
+
+    successor = checkpoints(tmp_path)
+    stale = Late(tmp_path / "checkpoints", CheckpointSettings())
+    stale.take_over()
+    with pytest.raises(TrainerReplacedError):
+        stale.save(4, learner=CountingLearner(1.0), state={"by": "stale"})
+    (found,) = checkpoints(tmp_path).list()
+    assert (found.step, found.state) == (4, {"by": "successor"})
+    found.verify()
+    assert [entry.name for entry in found.path.parent.iterdir() if entry.is_dir()] == ["step_000004"]
+
+
+def test_a_trainer_that_was_replaced_leaves_alone_what_its_successor_is_writing(tmp_path: Path) -> None:
+    class Meanwhile(CountingLearner):
+        def save_model(self, directory: Path) -> None:
+            super().save_model(directory)
+            with pytest.raises(TrainerReplacedError):
+                stale.save(4, learner=CountingLearner(1.0), state={"by": "stale"})
+
+    stale, successor = checkpoints(tmp_path), checkpoints(tmp_path)
+    stale.take_over()
+    successor.take_over()
+    successor.save(4, learner=Meanwhile(2.0), state={"by": "successor"})
+    (found,) = checkpoints(tmp_path).list()
+    assert found.state == {"by": "successor"}
+    found.verify()

@@ -6,6 +6,7 @@ In: a learner and the run's state. Out: directories that are complete or not the
 from __future__ import annotations
 
 import builtins
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from pipeline.disk import sync
 from pipeline.errors import CheckpointError
 from pipeline.messages import Json
 
-_LEFTOVERS = (".writing-*", ".deleting-*")
+_LEFTOVER = re.compile(r"\.(?:writing-(?:(?P<epoch>\d+)-)?|deleting-)")
 _log = structlog.get_logger()
 
 
@@ -126,13 +127,15 @@ class Checkpoints:
         checkpoints that were there are untouched then.
         """
         latest = self.latest()
-        aside = self._dir / f".writing-step_{step:06d}"
+        self._fence.check()
+        epoch = self._fence.epoch
+        aside = self._dir / f".writing-{epoch}-step_{step:06d}"
         try:
-            self._remove_leftovers()
+            self._remove_leftovers(epoch)
             (aside / "model").mkdir(parents=True)
             write_parts(aside, learner, state, attached or {})
             sequence = latest.sequence + 1 if latest else 1
-            write_marker(aside, step, sequence=sequence, epoch=self._fence.epoch, saved_at=self._clock())
+            write_marker(aside, step, sequence=sequence, epoch=epoch, saved_at=self._clock())
             self._fence.check()
             path = self._put_in_place(aside, self._dir / f"step_{step:06d}")
         except Exception as error:
@@ -148,6 +151,10 @@ class Checkpoints:
         if path.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             path.rename(replaced)
+            found = read_checkpoint(replaced)  # it counts under this name, too
+            if found is not None and found.epoch > self._fence.epoch:
+                replaced.rename(path)
+                self._fence.check()
         aside.rename(path)
         sync(self._dir)
         shutil.rmtree(replaced, ignore_errors=True)
@@ -163,7 +170,9 @@ class Checkpoints:
             except OSError as error:
                 _log.warning("old_checkpoint_not_deleted", path=str(checkpoint.path), error=str(error))
 
-    def _remove_leftovers(self) -> None:
-        for pattern in _LEFTOVERS:
-            for path in self._dir.glob(pattern):
+    def _remove_leftovers(self, epoch: int) -> None:
+        """What crashes have left; a trainer that came after this one may be writing at this moment."""
+        for path in self._dir.iterdir() if self._dir.is_dir() else ():
+            found = _LEFTOVER.match(path.name)
+            if found and int(found["epoch"] or 0) <= epoch:
                 shutil.rmtree(path)
