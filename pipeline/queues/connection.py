@@ -113,7 +113,7 @@ class _WorkerConnection(AbstractConnection):
 
     redis-py copies what it has packed for every further argument up to 6 kB, which costs more than
     Redis needs for a whole group. And it sends under asyncio.wait_for, which before Python 3.12
-    loses a cancellation that arrives while the send completes; the task would go on for ever.
+    loses a cancellation that arrives while the send completes, or fails; the task would go on for ever.
     """
 
     def pack_command(self, *args: Any) -> list[bytes]:
@@ -132,7 +132,12 @@ class _WorkerConnection(AbstractConnection):
         """Send; raises CancelledError where the caller was cancelled meanwhile."""
         task = asyncio.current_task()
         before = task.cancelling() if task else 0
-        await super().send_packed_command(command, check_health)
+        try:
+            await super().send_packed_command(command, check_health)
+        except RedisError:
+            if task and task.cancelling() > before:
+                raise asyncio.CancelledError from None
+            raise
         if task and task.cancelling() > before:
             await self.disconnect(nowait=True)
             raise asyncio.CancelledError

@@ -25,13 +25,15 @@ class MovedError(Exception):
 
 async def unless_moved(work: Coroutine[Any, Any, Result], endpoints: Endpoints, resolve: Resolve) -> Result:
     """The result of `work`. Raises MovedError when `resolve` gives something else than `endpoints` first."""
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_until_moved(endpoints, resolve))
+    over = asyncio.Event()
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_until_moved(endpoints, resolve, over))
     try:
         await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)
         if task.done() or watch.exception() is not None:
             return await task
         raise MovedError
     finally:
+        over.set()
         task.cancel()
         watch.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
@@ -39,8 +41,9 @@ async def unless_moved(work: Coroutine[Any, Any, Result], endpoints: Endpoints, 
         del task, watch
 
 
-async def _until_moved(endpoints: Endpoints, resolve: Resolve) -> None:
-    while True:
+async def _until_moved(endpoints: Endpoints, resolve: Resolve, over: asyncio.Event) -> None:
+    """over: ends it at the next turn, should a `resolve` swallow the cancellation."""
+    while not over.is_set():
         await asyncio.sleep(LOOK_EVERY_S)
         if await resolve() != endpoints:
             return
