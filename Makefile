@@ -5,8 +5,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 ENGINE ?= transformers
-# Tests wait for processes more than they compute: six at a time suit two cores. TESTS_AT_ONCE=0 for a debugger.
-TESTS_AT_ONCE ?= 6
+# Tests wait for processes more than they compute: six at a time suit two cores, four where those of vLLM, which
+# compute, are among them. TESTS_AT_ONCE=0 for a debugger.
+TESTS_AT_ONCE ?= $(if $(wildcard $(VENV)/installed-vllm),4,6)
 
 # What the environment was made with, and what was installed into it. It is kept while neither changes.
 MADE_WITH = $(shell $(PYTHON) -c 'import pathlib, sys; print(pathlib.Path.cwd(), sys.version)')

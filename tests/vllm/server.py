@@ -29,7 +29,14 @@ FLAGS = [
     "processed_logprobs",
     "--enable-scale-out",
 ]
-CPU_FLAGS = ["--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096"]
+CPU_FLAGS = [
+    "--dtype",
+    "float32",
+    "--enforce-eager",
+    "--no-enable-chunked-prefill",
+    "--max-num-batched-tokens",
+    "16384",  # no context is longer
+]
 
 
 class Server:

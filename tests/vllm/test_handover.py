@@ -1,7 +1,7 @@
 """A generator in front of a real vLLM server is drained in mid-sequence: another goes on from what it had.
 
 Scenario E3. The first weights never draw an end and the second do soon, so that nothing here depends on how fast the
-server is: it would have to draw thousands of tokens while one request to break them off is on its way.
+server is: it would have to draw tens of thousands of tokens while one request to break them off is on its way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.vllm.server import Server
 
 pytest.importorskip("aiohttp")
 
-CONTEXT, MAX_TOKENS, END = 4096, 4000, 2
+CONTEXT, MAX_TOKENS, END = 16_384, 16_000, 2
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +67,10 @@ async def test_what_a_drained_generator_had_of_a_server_goes_on_from_the_exact_p
     try:
         await first.start()
         await first.apply_weights(state_of(endless(model), 0))
-        (partial,) = (await interrupted(first, group, after=100)).values()
+        (partial,) = (await interrupted(first, group, after=20)).values()
         await first.close()
         assert [*partial.unfinished] == [0, 1, 2, 3]
-        assert partial.num_tokens >= 100
+        assert partial.num_tokens >= 20
         for begun in partial.unfinished.values():
             assert set(begun.token_versions) == {0}
             # Its logits are three times as large as others, and so is what rounding makes of them.
